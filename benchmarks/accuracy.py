@@ -20,7 +20,7 @@ from rich.progress import track
 
 from benchmarks import harness
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
@@ -57,7 +57,7 @@ def all_logits(model: LoadedModel, token_ids: list[int], memory: KvMemory) -> to
     blocks = tuple(range(model.layout.num_blocks_for(len(token_ids))))
     for block_id in blocks:
         memory.clear(block_id)
-    span = Span(0, len(token_ids), blocks)
+    span = TokenSpan(0, len(token_ids), blocks)
     logits = model.forward(Batch(tuple(token_ids), (span,), tuple(range(len(token_ids)))))
     return logits.float().cpu()
 

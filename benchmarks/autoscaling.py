@@ -24,10 +24,10 @@ import click
 import grpc.aio
 
 from baton import Client, ClusterConfig, LocalCluster
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.load import workload
 from baton.load.report import Limits, report
-from baton.load.runner import Outcome
+from baton.load.runner import RequestOutcome
 from baton.load.runner import run as run_load
 from baton.load.senders import GrpcSender
 from baton.load.workload import Planned
@@ -35,12 +35,11 @@ from benchmarks import harness
 from benchmarks.harness import Several
 from engine.testing.paced_model import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
+from services.autoscaler.config import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Flip
-from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Observations, Role
-from services.autoscaler.simulated import Machines, Request
-from services.autoscaler.simulator import Cluster
+from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 # -- rules: observations in, wishes out, every 5 s; each keeps its own history
 
@@ -273,14 +272,14 @@ class SimulatedRun:
     """The outcome of one load under one rule."""
 
     rule: str
-    requests: list[Request]
+    requests: list[SimulatedRequest]
     at_s: list[float] = field(default_factory=list)
     wanted: list[ByRole[int]] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
     num_flips: int = 0
 
 
-def requests_of(load: Load, seed: int) -> list[Request]:
+def requests_of(load: Load, seed: int) -> list[SimulatedRequest]:
     """Draw the requests of a load; lengths are exponential around their means."""
     rng = random.Random(f"{load.name} {seed}")
     times = workload.arrival_times(
@@ -290,14 +289,14 @@ def requests_of(load: Load, seed: int) -> list[Request]:
     for at_s in times:
         prompt, output = next((p, o) for until_s, p, o in load.lengths if at_s < until_s)
         num_prompt = 1 + int(rng.expovariate(1 / prompt))
-        found.append(Request(at_s, num_prompt, 0, 2 + int(rng.expovariate(1 / output))))
+        found.append(SimulatedRequest(at_s, num_prompt, 0, 2 + int(rng.expovariate(1 / output))))
     return found
 
 
-def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> SimulatedRun:
+def simulate(rule: Rule, requests: Sequence[SimulatedRequest], seconds: float) -> SimulatedRun:
     """Simulate a load under a rule, and 2 minutes more for the requests that still run then."""
     run = SimulatedRun(rule.name, [replace(request) for request in requests])
-    cluster, queue = Cluster(MACHINES, ByRole(1, 1)), iter(run.requests)
+    cluster, queue = SimulatedCluster(MACHINES, ByRole(1, 1)), iter(run.requests)
     request = next(queue, None)
     while cluster.now_s < seconds + 120.0:
         end_s = cluster.now_s + EVERY_S
@@ -318,7 +317,7 @@ def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> Simulat
     return run
 
 
-def is_met(request: Request) -> bool:
+def is_met(request: SimulatedRequest) -> bool:
     """Whether a request met both targets."""
     ttft_s, tpot_s, targets = request.ttft_s, request.tpot_s, SETTINGS.targets
     return (
@@ -329,9 +328,9 @@ def is_met(request: Request) -> bool:
     )
 
 
-def by_bin(requests: Sequence[Request], seconds: float) -> list[list[Request]]:
+def by_bin(requests: Sequence[SimulatedRequest], seconds: float) -> list[list[SimulatedRequest]]:
     """Group requests by the time of their arrival, BIN_S each."""
-    bins: list[list[Request]] = [[] for _ in range(int(seconds / BIN_S) + 1)]
+    bins: list[list[SimulatedRequest]] = [[] for _ in range(int(seconds / BIN_S) + 1)]
     for request in requests:
         bins[min(len(bins) - 1, int(request.at_s / BIN_S))].append(request)
     return bins
@@ -354,7 +353,7 @@ def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
     }
 
 
-def _reaction_s(bins: Sequence[Sequence[Request]]) -> float | None:
+def _reaction_s(bins: Sequence[Sequence[SimulatedRequest]]) -> float | None:
     """Seconds from the bin before which the load rose most until 9 of 10 requests meet the targets
     again; None: never."""
     rises = [len(b) - len(a) for a, b in itertools.pairwise(bins)]
@@ -369,7 +368,7 @@ def _reaction_s(bins: Sequence[Sequence[Request]]) -> float | None:
 @click.option("--loads", type=Several(str), default=",".join(load.name for load in LOADS))
 @click.option("--seed", default=1)
 def simulated(loads: Sequence[str], seed: int) -> dict[str, Any]:
-    """The autoscaler's plan on a modelled cluster (services/autoscaler/simulator.py), beside two
+    """The autoscaler's plan on a SimulatedCluster (services/autoscaler/testing/), beside two
     peers' rules: loads that step, ramp, burst, or change their mixture.
 
     Of each: requests that met both targets (one that was not served met none), the time after the
@@ -455,7 +454,9 @@ def _num_turns(wanted: Sequence[int]) -> int:
     return sum(after != before for before, after in itertools.pairwise(ups))
 
 
-def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tuple[float, float]]:
+def offered(
+    outcomes: Sequence[RequestOutcome], window_s: float = _WINDOW_S
+) -> list[tuple[float, float]]:
     """The load as it was sent: (middle of a window in seconds, requests a second sent in it),
     windows without any included."""
     if not outcomes:
@@ -466,7 +467,7 @@ def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tu
     return [((i + 0.5) * window_s, count / window_s) for i, count in enumerate(counts)]
 
 
-def draw(runs: Mapping[str, tuple[Sequence[Outcome], Course]], file: Path) -> None:
+def draw(runs: Mapping[str, tuple[Sequence[RequestOutcome], Course]], file: Path) -> None:
     """Draw each load: its rate, workers and waiting over the same seconds, under its title; needs
     matplotlib. Raises: OSError."""
     from matplotlib.figure import Figure
@@ -484,7 +485,7 @@ def draw(runs: Mapping[str, tuple[Sequence[Outcome], Course]], file: Path) -> No
     figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
+def _draw(axes: Any, outcomes: Sequence[RequestOutcome], course: Course) -> None:
     """Draw one load."""
     axes[0].step(*zip(*offered(outcomes), strict=True), where="mid", color="#444444")
     times = [moment.at_s for moment in course.moments]
@@ -510,7 +511,7 @@ def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
 # -- a load whose length is not known beforehand: stretches one after another, each sent again and
 # again until there is enough of it, by what was seen of the workers
 
-Send = Callable[[Sequence[Planned]], Awaitable[list[Outcome]]]
+Send = Callable[[Sequence[Planned]], Awaitable[list[RequestOutcome]]]
 """A function that sends all requests of a load; the outcomes' times are since the load's
 beginning."""
 
@@ -549,7 +550,7 @@ def rounds_of(load: Sequence[Planned], round_s: float) -> list[list[Planned]]:
 
 async def send_all(
     stretches: Sequence[Stretch], send: Send, seen: Callable[[], Course], begin_s: float
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send one stretch after the other, and wait for the outcomes of all.
 
     Args:
@@ -557,7 +558,7 @@ async def send_all(
         begin_s: of the whole load, on the monotonic clock.
     Returns: the outcomes in the order in which their rounds began; times are since `begin_s`.
     """
-    tasks: list[asyncio.Task[list[Outcome]]] = []
+    tasks: list[asyncio.Task[list[RequestOutcome]]] = []
     async with asyncio.TaskGroup() as group:
         for stretch in stretches:
             for load in stretch.rounds:
@@ -572,12 +573,12 @@ async def send_all(
     return [outcome for task in tasks for outcome in task.result()]
 
 
-async def _round(load: Sequence[Planned], send: Send, begin_s: float) -> list[Outcome]:
+async def _round(load: Sequence[Planned], send: Send, begin_s: float) -> list[RequestOutcome]:
     at_s = time.monotonic() - begin_s
     return [_later(outcome, at_s) for outcome in await send(load)]
 
 
-def _later(outcome: Outcome, by_s: float) -> Outcome:
+def _later(outcome: RequestOutcome, by_s: float) -> RequestOutcome:
     """An outcome with its times counted from an earlier moment on."""
     return replace(
         outcome,
@@ -728,7 +729,7 @@ class Met:
 class Drive:
     """The run of one load on a local cluster, and what was seen while it ran."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     """The outcome of each request."""
 
     course: Course
@@ -873,7 +874,7 @@ async def drive(cluster: LocalCluster, stretches: Sequence[Stretch], *, settle_s
     async with watching(cluster, moments, begin_s), Client(cluster.address) as client:
         await asyncio.sleep(_LEAD_S)
 
-        async def send(load: Sequence[Planned]) -> list[Outcome]:
+        async def send(load: Sequence[Planned]) -> list[RequestOutcome]:
             return await run_load(load, GrpcSender(client, {}), timeout_s=_TIMEOUT_S)
 
         outcomes = await send_all(stretches, send, lambda: Course(tuple(moments)), begin_s)

@@ -33,15 +33,15 @@ from rich.progress import track
 
 import checkpoints
 from baton import ClusterConfig, LocalCluster
-from baton.answers import Chunk, End, completions_from
+from baton.answers import Chunk, SampleEnd, completions_from
 from baton.cli import plots
 from baton.client import SyncClient
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster.supervisor import Supervisor
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES
-from process.spans import RecordingSpan, TraceContext, current_span
+from process.trace_spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.request_trace import STAGE, TO_FIRST_TOKEN, Call, RequestTrace
@@ -77,10 +77,12 @@ def with_window(model: str, num_tokens: int) -> Iterator[str]:
         yield folder
 
 
-def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[list[float], End]:
+def ask(
+    client: SyncClient, prompt: Sequence[int], num_tokens: int
+) -> tuple[list[float], SampleEnd]:
     """Send one request. Returns: when it began and each token came, and its end."""
     times = [time.perf_counter()]
-    end: End | None = None
+    end: SampleEnd | None = None
     for chunk in client.generate(
         list(prompt), max_tokens=num_tokens, ignore_eos=True, temperature=0.0, timeout_s=600.0
     ):

@@ -25,7 +25,7 @@ from baton_kernels.linear import linear
 from benchmarks import harness
 from benchmarks.harness import Several, attempt, event_s
 from benchmarks.random_checkpoint import SHAPES
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.graph_set import GraphSet
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
 from engine.decoder.tree_graphs import TreeGraphs, TreeShape
@@ -42,9 +42,9 @@ from engine.models.llama import (
     rope_table,
 )
 from engine.models.weights import random_weights
-from engine.parallel.memory import RankMemory
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import RankMemory
 from engine.parallel.rank_model import RankModel, share_of
 from engine.request import Sampling
 from engine.sampling.metadata import SamplingRequest
@@ -132,7 +132,7 @@ class Bench:
     def prefill(self, num_prompts: int, length: int) -> Callable[[], object]:
         size = length // BLOCK_SIZE
         spans = tuple(
-            Span(0, length, tuple(self._order[index * size : (index + 1) * size].tolist()))
+            TokenSpan(0, length, tuple(self._order[index * size : (index + 1) * size].tolist()))
             for index in range(num_prompts)
         )
         token_ids = torch.randint(0, self.shape.vocab_size, (num_prompts * length,)).tolist()
@@ -353,7 +353,7 @@ def tree_batch(context_len: int, num_nodes: int) -> Batch:
     )
     num_rows = 1 + num_nodes
     blocks = tuple(range(-(-(context_len + num_rows) // BLOCK_SIZE)))
-    span = Span(context_len, num_rows, blocks, branches=parents)
+    span = TokenSpan(context_len, num_rows, blocks, branches=parents)
     return Batch((1,) * num_rows, (span,), tuple(range(num_rows)))
 
 
@@ -643,7 +643,7 @@ class Rank:
     def _prefill(self, model: RankModel, shape: LlamaConfig) -> dict[str, Any]:
         blocks = tuple(range(PREFILL // BLOCK_SIZE))
         token_ids = tuple(index % shape.vocab_size for index in range(PREFILL))
-        batch = Batch(token_ids, (Span(0, PREFILL, blocks),), (PREFILL - 1,))
+        batch = Batch(token_ids, (TokenSpan(0, PREFILL, blocks),), (PREFILL - 1,))
         seconds = event_s(lambda: model.forward(batch), 3, 1)
         return {"ms": seconds * 1e3, "tokens/s": round(PREFILL / seconds)}
 

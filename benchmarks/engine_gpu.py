@@ -28,7 +28,7 @@ from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
-from engine.lora.adapter import Adapter, Factors, PeftConfig
+from engine.lora.adapter import Factors, LoraAdapter, PeftConfig
 from engine.lora.limits import LoraLimits
 from engine.models import weights
 from engine.models.loader import load_model
@@ -280,7 +280,10 @@ def idle_share(busy: list[tuple[float, float]]) -> float:
 @contextmanager
 def random_engine(shape: str, **config: Any) -> Iterator[tuple[LLMEngine, float]]:
     """Make an engine with random weights on the GPU. Returns: the engine, and the seconds until it
-    was ready."""
+    was ready. The memory of an engine before is free only when its caller has no reference to it:
+    call this in a function for each shape."""
+    gc.unfreeze()  # engines are in cycles
+    gc.collect()
     with tempfile.TemporaryDirectory() as name:
         random_checkpoint.save(Path(name), shape, device="cuda")
         torch.cuda.empty_cache()
@@ -293,10 +296,6 @@ def random_engine(shape: str, **config: Any) -> Iterator[tuple[LLMEngine, float]
     finally:
         engine.check_integrity()
         engine.close()
-        del engine
-        gc.unfreeze()  # it is in cycles, and the next one needs its memory
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 # -- decode steps, prompts, throughput
@@ -338,30 +337,33 @@ def whole(shapes: Sequence[str], batches: Sequence[int], exact: bool) -> dict[st
     harness.needs_cuda()
     ceilings = harness.device_ceilings()
     result: dict[str, Any] = {**harness.device_context(), "ceilings": ceilings}
-    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": 256}
     for shape in shapes:
-        floors = Floors(SHAPES[shape], ceilings)
-        with random_engine(shape, exact=exact, **limits) as (engine, ready_s):
-            bench, compiles = Bench(engine), Compiles()
-            bench.decode_ms(1, floors)  # what is made on the first use is not counted
-            compiles.take()
-            result[shape] = {
-                "time_to_ready_s": ready_s,
-                "decode": {
-                    batch: bench.decode_ms(batch, floors) | {"compiled": compiles.take()}
-                    for batch in batches
-                },
-                "prefill": {
-                    f"{count}x{length}": bench.prefill(count, length, floors)
-                    for count, length in ((1, 2048), (1, 8192), (16, 2048))
-                },
-                "throughput_256x1024x256": bench.throughput(256, 1024, 256, floors),
-                "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
-                "peer": PEER[shape],
-            }
-            del bench
+        result[shape] = _whole(shape, batches, exact, Floors(SHAPES[shape], ceilings))
         harness.show(shape, _rows(shape, result[shape]))
     return result
+
+
+def _whole(shape: str, batches: Sequence[int], exact: bool, floors: Floors) -> dict[str, Any]:
+    """Figures of one shape."""
+    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": 256}
+    with random_engine(shape, exact=exact, **limits) as (engine, ready_s):
+        bench, compiles = Bench(engine), Compiles()
+        bench.decode_ms(1, floors)  # what is made on the first use is not counted
+        compiles.take()
+        return {
+            "time_to_ready_s": ready_s,
+            "decode": {
+                batch: bench.decode_ms(batch, floors) | {"compiled": compiles.take()}
+                for batch in batches
+            },
+            "prefill": {
+                f"{count}x{length}": bench.prefill(count, length, floors)
+                for count, length in ((1, 2048), (1, 8192), (16, 2048))
+            },
+            "throughput_256x1024x256": bench.throughput(256, 1024, 256, floors),
+            "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
+            "peer": PEER[shape],
+        }
 
 
 # -- steps with prompts, one by one
@@ -414,25 +416,29 @@ def mixed(shapes: Sequence[str], steps: int, plain: bool) -> dict[str, Any]:
     intervals, by torch's profiler.
     """
     harness.needs_cuda()
-    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
     result: dict[str, Any] = {
         **harness.device_context(),
         "requests": [NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT],
     }
     for shape in shapes:
-        with random_engine(shape, overlap_prompts=not plain, **limits) as (engine, _):
-            bench = Bench(engine)
-            _pass(bench, steps)  # what is made on the first use is not counted
-            seconds = _pass(bench, steps)
-            result[shape] = {
-                "first_step_ms": seconds[0] * 1e3,
-                "step_ms": statistics.fmean(seconds[NUM_SKIPPED:]) * 1e3,
-                **_mixed_device(bench, steps),
-            }
-            del bench
+        result[shape] = _mixed(shape, steps, plain)
         rows = [{"what": name, "": value} for name, value in result[shape].items()]
         harness.show(f"a step with prompts, {shape}", rows)
     return result
+
+
+def _mixed(shape: str, steps: int, plain: bool) -> dict[str, Any]:
+    """Figures of one shape."""
+    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
+    with random_engine(shape, overlap_prompts=not plain, **limits) as (engine, _):
+        bench = Bench(engine)
+        _pass(bench, steps)  # what is made on the first use is not counted
+        seconds = _pass(bench, steps)
+        return {
+            "first_step_ms": seconds[0] * 1e3,
+            "step_ms": statistics.fmean(seconds[NUM_SKIPPED:]) * 1e3,
+            **_mixed_device(bench, steps),
+        }
 
 
 # -- adapters
@@ -451,7 +457,7 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vo
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 
 
-def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> Adapter:
+def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> LoraAdapter:
     """Make a random LoRA adapter on every projection."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     query = shape["num_attention_heads"] * shape["head_dim"]
@@ -477,7 +483,7 @@ def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) ->
     }
     targets = tuple(name.rpartition(".")[2] for name in sizes)
     config = PeftConfig(rank, float(rank), False, targets, (), None, (), {}, {})
-    return Adapter(config, factors, f"{index + 1:064x}")
+    return LoraAdapter(config, factors, f"{index + 1:064x}")
 
 
 def _lora_step_ms(engine: LLMEngine, first: int, num_rows: int, adapters: tuple[int, ...]) -> float:

@@ -23,7 +23,7 @@ from rich.progress import track
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks import harness
 from kvstore import index
-from kvstore.change_log import ChangeLog
+from kvstore.block_changes import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import PrefixIndexPublisher
 from process import registry

@@ -34,7 +34,7 @@ from engine.speculation.rejection_sampler import (
     pick,
 )
 from engine.speculation.token_tree import ROOT, TokenTree, Try
-from tools.bundled_model.boost import Answer, load, prompts
+from tools.bundled_model.boosted_drafts import Answer, load, prompts
 from tools.bundled_model.corpus import HELD_OUT
 
 WIDTHS = (1, 2, 3, 4, 5)
@@ -381,7 +381,7 @@ def main(
     rates and the rates of the rules are taken along these answers, token by token; tokens per step
     come from engines that guess by trees <k, 1, 1, 1> and compute all of them. --further names
     draft models that were trained on what the first one misses (`python -m
-    tools.bundled_model.boost`): "any" is all draft models together, with k tokens of each.
+    tools.bundled_model.boosted_drafts`): "any" is all draft models together, with k tokens of each.
     """
     wanted = Settings(
         target=target,

@@ -41,7 +41,7 @@ from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.request import Request, Sampling
 from engine.sampling.metadata import SamplerOutput, SamplingRequest, metadata_of
 from engine.testing.fake_model import FakeModel
-from kvstore import serve
+from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from process import entrypoint, rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -456,7 +456,7 @@ async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
     signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(
-            serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
+            store_process.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
         )
         config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=8192, max_num_tokens_per_step=CHUNK)
         prefill = await start_worker(

@@ -42,7 +42,7 @@ import uvloop
 
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks import harness
-from kvstore import block_hash, serve, wire
+from kvstore import block_hash, store_process, wire
 from kvstore.block_refs import PackedBlocks
 from kvstore.config import KvStoreSettings
 from kvstore.invariants import SlicedCheck
@@ -122,7 +122,7 @@ async def _serve(settings: dict[str, Any]) -> None:
             loop.call_soon_threadsafe(asked.put_nowait, line.strip())
         loop.call_soon_threadsafe(asked.put_nowait, "stop")
 
-    async with serve.running(KvStoreSettings(**settings)) as store:
+    async with store_process.running(KvStoreSettings(**settings)) as store:
         entrypoint.begin_serving()
         turns = Turns()
         threading.Thread(target=listen, name="stdin", daemon=True).start()

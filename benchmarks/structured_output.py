@@ -31,7 +31,7 @@ from rich.progress import track
 from benchmarks import harness
 from engine.grammar.compile_server import compile_grammar
 from engine.grammar.config import GrammarLimits
-from engine.grammar.source import source
+from engine.grammar.llguidance_source import source
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.request import GrammarKind, GrammarSpec

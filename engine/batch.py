@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """`num_tokens` consecutive tokens of one sequence, the first at absolute position `start`."""
 
     start: int
@@ -71,7 +71,7 @@ class Batch:
     token_ids: tuple[int, ...]
     """[T], the tokens of the spans, one span after the other."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
     draw_indices: tuple[int, ...]
     """[R] ascending: indices of the tokens whose logits are computed."""
@@ -97,5 +97,5 @@ def warm_up(*lengths: int) -> Batch:
     """Return a batch of new prompts of these lengths that reads and writes no block, with logits
     for the last token of each."""
     ends = tuple(itertools.accumulate(lengths))
-    spans = tuple(Span(0, length, ()) for length in lengths)
+    spans = tuple(TokenSpan(0, length, ()) for length in lengths)
     return Batch((0,) * ends[-1], spans, tuple(end - 1 for end in ends))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.in_flight import StepRow
-from engine.sampling.copies import Mark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.metadata import LATE, SamplerOutput, SamplingRequest
 from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
@@ -18,7 +18,7 @@ from engine.speculation.proposer import DraftTokens
 from engine.step_builder import Step
 
 if TYPE_CHECKING:
-    from engine.constraints import Masks
+    from engine.grammar_constraints import Masks
 
 
 class BegunStep:
@@ -41,7 +41,7 @@ class BegunStep:
         step: Step,
         logits: torch.Tensor,
         masks: Masks | None,
-        copied: Mark | None,
+        copied: StreamMark | None,
         sampler: Sampler,
     ) -> None:
         self.planned = planned
@@ -95,7 +95,7 @@ class BegunStep:
 
     def wait(self) -> None:
         """Wait until the step no longer touches the cache; its samples are dropped."""
-        Mark(self.logits.device).wait()
+        StreamMark(self.logits.device).wait()
 
     def of_live(
         self, drawn: list[SamplerOutput], live: Set[Key]

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from engine.constraints import end_token_ids
+from engine.grammar_constraints import end_token_ids
 from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow
-from engine.request import State
+from engine.request import RequestState
 from engine.sampling.metadata import SamplingRequest
 from engine.scheduler import NextPlan, samples_last_token
 from engine.sequence import Key, Sequence
@@ -193,7 +193,7 @@ class DecodeRows:
         the launch before."""
         group = sequence.group
         start, num_all = sequence.num_computed_tokens, len(sequence.token_ids)
-        has_drawn = sequence.state is State.RUNNING
+        has_drawn = sequence.state is RequestState.RUNNING
         if row is not None:
             start += row.num_tokens
             if row.draw is not None:

@@ -10,7 +10,7 @@ no asyncio, no text.
 What a step calls, in order: engine/input_processor.py admits requests whose grammar is compiled,
 engine/scheduler.py plans, engine/runner.py runs the model and samples, engine/output_processor.py
 applies the results. Blocks belong to engine/kv/cache_manager.py, preempted sequences to
-engine/preemptor.py, steps that run ahead to engine/in_flight.py.
+engine/preemption.py, steps that run ahead to engine/in_flight.py.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
 filled blocks, write those of reserved blocks that are not started, and read `model_info`. If blocks
@@ -36,10 +36,9 @@ import torch
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
-from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
-from engine.group import Group
+from engine.grammar_constraints import Constraints, MakeService
 from engine.in_flight import InFlight
 from engine.input_processor import InputProcessor
 from engine.kv.block_pool import BlockPool
@@ -47,7 +46,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
 from engine.kv.prefix_cache import PrefixCache
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
-from engine.lora.adapter import Adapter
+from engine.lora.adapter import LoraAdapter
 from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from engine.metrics import (
@@ -63,19 +62,20 @@ from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, StepOutput
 from engine.parking import Parking, choose_parking
 from engine.plain_steps import PlainSteps
-from engine.preemptor import Preemptor
+from engine.preemption import Preemptor
 from engine.request import (
     STARTED,
     WITHOUT_BLOCKS,
     DetachedRequest,
     ModelInfo,
     Request,
+    RequestState,
     Reservation,
-    State,
     StopPolicy,
 )
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.sequence_group import Group
 from engine.speculation.controller import cost_clock
 from engine.speculation.manager import make_speculation_manager
 from engine.speculation.proposer import Proposer, close_proposers
@@ -87,10 +87,10 @@ IDLE_WAIT_S = 0.002
 to a compilation, and long compared to a check of the waiting requests; guessed."""
 
 _MAY_DETACH = STARTED | {
-    State.WAITING_FOR_GRAMMAR,
-    State.PREEMPTED,
-    State.PARKED,
-    State.SWAPPING,
+    RequestState.WAITING_FOR_GRAMMAR,
+    RequestState.PREEMPTED,
+    RequestState.PARKED,
+    RequestState.SWAPPING,
 }
 
 
@@ -283,7 +283,7 @@ class LLMEngine:
             be replaced); nothing changes then, and a later call may succeed. Outputs that the
             request's grammar does not allow end it instead, with an output of the next step.
         """
-        group = self._group(request_id, State.RESERVED)
+        group = self._group(request_id, RequestState.RESERVED)
         self._input_processor.start(group, num_loaded_tokens, outputs, tuple(beam_start))
 
     def submit(self, request: Request) -> None:
@@ -321,7 +321,7 @@ class LLMEngine:
         self._preemptor.forget(sequence)
         if sequence.state in WITHOUT_BLOCKS:
             blocks.share_cached(sequence)
-        sequence.move(State.HOLDING)
+        sequence.move(RequestState.HOLDING)
         size = blocks.block_size
         num_computed = blocks.num_resumable(sequence.num_computed_tokens)
         num_full = num_computed // size
@@ -337,16 +337,16 @@ class LLMEngine:
     def release(self, request_id: str) -> None:
         """Free the blocks of a HOLDING request, which is FINISHED then. Raises: UnknownRequest,
         WrongState."""
-        group = self._group(request_id, State.HOLDING)
+        group = self._group(request_id, RequestState.HOLDING)
         outcome = "finished" if group.request.hold_after is not None else "moved"
-        self._output_processor.end(group, State.FINISHED, outcome)
+        self._output_processor.end(group, RequestState.FINISHED, outcome)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and free its blocks. Does nothing for a request that is not
         live. Blocks that a transfer may still write must be quarantined before."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._output_processor.end(group, State.ABORTED, "aborted")
+            self._output_processor.end(group, RequestState.ABORTED, "aborted")
 
     def finish_sample(self, request_id: str, sample_index: int) -> None:
         """End one sample and free its blocks; the others continue. The end of the last sample ends
@@ -389,7 +389,7 @@ class LLMEngine:
         """Replace quarantined blocks of a RESERVED request now instead of at `start`. Returns: all
         of its blocks in order, HOLE (-1) for one that cannot be replaced. Raises:
         UnknownRequest, WrongState."""
-        sequence = self._group(request_id, State.RESERVED).prompt
+        sequence = self._group(request_id, RequestState.RESERVED).prompt
         with contextlib.suppress(NoBlocks):  # `start` tries again, and says so
             self._cache_manager.fill_holes(sequence)
         return tuple(sequence.block_ids)
@@ -433,7 +433,7 @@ class LLMEngine:
         InvalidAdapter if the model supports no adapters."""
         return self._model.adapters.reading_limits()
 
-    def install_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
+    def install_adapter(self, name: str, adapter: LoraAdapter) -> AdapterInfo:
         """Make a LoRA adapter available that was read before, maybe by another thread. Raises:
         InvalidAdapter, TooManyAdapters, AdapterInUse (LoraManager.install)."""
         return self._model.adapters.install(name, adapter)
@@ -523,7 +523,7 @@ class LLMEngine:
         elif self._scheduler.running:  # swapped bytes are on their way
             time.sleep(IDLE_WAIT_S)
 
-    def _group(self, request_id: str, state: State | None = None) -> Group:
+    def _group(self, request_id: str, state: RequestState | None = None) -> Group:
         group = self._groups.get(request_id)
         if group is None:
             raise UnknownRequest(f"no live request {request_id}")

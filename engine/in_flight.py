@@ -61,7 +61,7 @@ class StepRow(NamedTuple):
     """The blocks of all tokens up to the last one."""
 
 
-class Taken(NamedTuple):
+class FinishedLaunch(NamedTuple):
     """A launch that was read."""
 
     planned: list[tuple[Sequence, int]]
@@ -159,7 +159,7 @@ class InFlight:
             return []
         return [(sequence, row.num_tokens) for sequence, row in flight.live.values()]
 
-    def take(self) -> Taken:
+    def take(self) -> FinishedLaunch:
         """Wait for the oldest launch with live rows, and remove it. An exception leaves nothing in
         flight."""
         self._drop_left_over()
@@ -169,8 +169,8 @@ class InFlight:
         live, drawn = flight.live, flight.drawn
         if not flight.has_prompts:  # as below, in half the time: most steps are so
             planned = [(sequence, 1) for sequence, _ in live.values()]
-            return Taken(planned, [drawn[key] for key in live])
-        return Taken(
+            return FinishedLaunch(planned, [drawn[key] for key in live])
+        return FinishedLaunch(
             [(sequence, row.num_tokens) for sequence, row in live.values()],
             [drawn[key] for key in flight.rows if key in live],
         )

@@ -16,9 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Values
 
-from engine.beam import check_beams
 from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.errors import (
     DuplicateRequest,
     EngineError,
@@ -27,17 +25,19 @@ from engine.errors import (
     NoBlocks,
     RequestTooLong,
 )
-from engine.group import Group, num_rows
+from engine.grammar_constraints import Constraints
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.layout import KvLayout
 from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics
+from engine.open_beams import check_beams
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput
-from engine.request import MAX_LOGPROBS, ModelInfo, Request, Reservation, Sampling, State
+from engine.request import MAX_LOGPROBS, ModelInfo, Request, RequestState, Reservation, Sampling
 from engine.sampling.token_history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
 from engine.sequence import HOLE, finish_reason
+from engine.sequence_group import Group, num_rows
 
 MAX_SAMPLES = 128
 """Largest number of samples of one request; guessed."""
@@ -110,7 +110,7 @@ class InputProcessor:
     def reserve(self, request: Request) -> Reservation:
         """Validate a request and allocate its blocks. Raises: NoBlocks, RequestTooLong,
         InvalidRequest, DuplicateRequest, GrammarBusy."""
-        group = self._make_group(request, State.RESERVED)
+        group = self._make_group(request, RequestState.RESERVED)
         sequence = group.prompt
         try:
             if self._scheduler.has_preempted:
@@ -166,12 +166,12 @@ class InputProcessor:
     def submit(self, request: Request) -> None:
         """Validate a request and queue it without blocks. Raises: RequestTooLong, InvalidRequest,
         DuplicateRequest, GrammarBusy."""
-        group = self._make_group(request, State.QUEUED)
+        group = self._make_group(request, RequestState.QUEUED)
         self._add(group, 0)
         self._metrics.on_start(request.request_id)
         self._enqueue(group)
 
-    def _make_group(self, request: Request, state: State) -> Group:
+    def _make_group(self, request: Request, state: RequestState) -> Group:
         """Validate a request, begin to compile its grammar, and make its group, which is not live
         yet. Raises: InvalidRequest, RequestTooLong, DuplicateRequest, GrammarBusy."""
         if request.request_id in self._groups:
@@ -223,16 +223,16 @@ class InputProcessor:
         if group.compilation is None:
             self._admit(group)
         else:  # if it is compiled already, the next step admits the request
-            sequence.move(State.WAITING_FOR_GRAMMAR)
+            sequence.move(RequestState.WAITING_FOR_GRAMMAR)
             self._constraints.wait_for(group)
 
     def _admit(self, group: Group) -> None:
         """Put the request into the scheduler's queue: it lacks only a place, and maybe blocks."""
         sequence = group.prompt
         if sequence.block_ids:
-            sequence.move(State.WAITING)
-        elif sequence.state is not State.QUEUED:
-            sequence.move(State.QUEUED)
+            sequence.move(RequestState.WAITING)
+        elif sequence.state is not RequestState.QUEUED:
+            sequence.move(RequestState.QUEUED)
         if group.is_continued and sequence.num_pending_tokens == 0:
             self._continued.append(group)
         else:

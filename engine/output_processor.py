@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import torch
 
-from engine.beam import Beams
-from engine.constraints import Constraints
 from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
-from engine.group import Group
+from engine.grammar_constraints import Constraints
 from engine.kv.cache_manager import KVCacheManager
 from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics, EngineTotals
-from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
-from engine.preemptor import Preemptor
-from engine.request import FinishReason, State, StopPolicy, StopView
+from engine.open_beams import Beams
+from engine.outputs import FilledBlock, PositionLogprobs, RequestOutput, SampleTrace, make_output
+from engine.preemption import Preemptor
+from engine.request import FinishReason, RequestState, StopPolicy, StopView
 from engine.sampling.metadata import LATE, SamplerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
+from engine.sequence_group import Group
 from engine.speculation.token_tree import ROOT, TokenTree
 
 
@@ -83,8 +83,8 @@ class OutputProcessor:
                 token, or one for each sample of a prompt that forks here.
             now: seconds on the metrics' clock.
         """
-        if sequence.state is State.WAITING:
-            sequence.move(State.PREFILLING)
+        if sequence.state is RequestState.WAITING:
+            sequence.move(RequestState.PREFILLING)
             self._metrics.on_first_scheduled(sequence.request.request_id)
         if drawn and sequence.group.is_forked:
             return [self.decode(sequence, num_tokens, drawn[0], now)]
@@ -226,8 +226,8 @@ class OutputProcessor:
         self._now = now
         filled: tuple[FilledBlock, ...] = ()
         for sequence in group.samples.values():
-            if sequence.state is State.WAITING:
-                sequence.move(State.PREFILLING)
+            if sequence.state is RequestState.WAITING:
+                sequence.move(RequestState.PREFILLING)
                 self._metrics.on_first_scheduled(group.request.request_id)
             sequence.num_computed_tokens = len(sequence.token_ids)
             filled += self._cache_manager.cache_full_blocks(sequence)
@@ -250,7 +250,7 @@ class OutputProcessor:
         for sample in group.samples.values():
             self._cache_manager.uncache(sample)
         event = make_output(sequence, error=error, is_request_over=True)
-        self.end(group, State.ABORTED, type(error).__name__)
+        self.end(group, RequestState.ABORTED, type(error).__name__)
         return event
 
     def _take(
@@ -292,11 +292,11 @@ class OutputProcessor:
         is_holding = group.request.hold_after is not None
         if is_holding and (reason is not None or should_hold(sequence)):
             self._scheduler.remove(sequence)
-            sequence.move(State.HOLDING)
+            sequence.move(RequestState.HOLDING)
         elif reason is not None:
             self._end_sample(sequence)
-        elif sequence.state is State.PREFILLING:
-            sequence.move(State.RUNNING)
+        elif sequence.state is RequestState.PREFILLING:
+            sequence.move(RequestState.RUNNING)
         # Positional arguments: one is made for every row of every step, and by name it costs
         # three times as much.
         return RequestOutput(
@@ -354,7 +354,7 @@ class OutputProcessor:
 
     def _is_over(self, group: Group) -> bool:
         """Whether every sample has finished or is HOLDING."""
-        return all(sample.state is State.HOLDING for sample in group.samples.values())
+        return all(sample.state is RequestState.HOLDING for sample in group.samples.values())
 
     # -- forks
 
@@ -388,8 +388,8 @@ class OutputProcessor:
                 self._scheduler.add(sequence)
             self._fork_outputs(group)
             return outputs
-        if sequence.state is State.WAITING:
-            sequence.move(State.PREFILLING)
+        if sequence.state is RequestState.WAITING:
+            sequence.move(RequestState.PREFILLING)
             self._metrics.on_first_scheduled(group.request.request_id)
         self._now = now
         candidates, group.beam_start = group.beam_start, ()
@@ -416,12 +416,12 @@ class OutputProcessor:
         if not group.is_forked or group.request.beam is not None:
             group.unwanted.add(sample_index)
             if len(group.unwanted) == group.request.num_samples:
-                self.end(group, State.ABORTED, "aborted")
+                self.end(group, RequestState.ABORTED, "aborted")
         elif set(group.samples) == {sample_index}:
-            self.end(group, State.ABORTED, "aborted")
+            self.end(group, RequestState.ABORTED, "aborted")
         elif sample_index in group.samples:
             sample = group.samples[sample_index]
-            sample.move(State.ABORTED)
+            sample.move(RequestState.ABORTED)
             self._drop_sample(sample)
             self._cache_manager.free_spare(group)
 
@@ -434,9 +434,9 @@ class OutputProcessor:
     def _end_sample(self, sequence: Sequence) -> None:
         group = sequence.group
         if len(group.samples) == 1:
-            self.end(group, State.FINISHED, "finished")
+            self.end(group, RequestState.FINISHED, "finished")
             return
-        sequence.move(State.FINISHED)
+        sequence.move(RequestState.FINISHED)
         self._drop_sample(sequence)
         self._cache_manager.free_spare(group)
 
@@ -447,7 +447,7 @@ class OutputProcessor:
         self._cache_manager.free(sequence)
         del sequence.group.samples[sequence.sample_index]
 
-    def end(self, group: Group, state: State, outcome: str) -> None:
+    def end(self, group: Group, state: RequestState, outcome: str) -> None:
         """End a request as FINISHED or ABORTED: free everything that it has and remove it.
 
         Args:
@@ -477,7 +477,7 @@ def _ask_policy(sequence: Sequence, policy: StopPolicy) -> FinishReason | None:
         raise PolicyFailed(f"the stop policy raised {type(error).__name__}: {error}") from error
 
 
-def _get_logprobs(taken: Values[tuple[SamplerOutput, int]]) -> tuple[TokenLogprobs, ...]:
+def _get_logprobs(taken: Values[tuple[SamplerOutput, int]]) -> tuple[PositionLogprobs, ...]:
     """The log probabilities of each sampled token that has some."""
     return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
 

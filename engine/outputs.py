@@ -27,7 +27,7 @@ class FilledBlock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
+class PositionLogprobs:
     """Natural logarithms of probabilities under the model's own distribution (before temperature
     and filters)."""
 
@@ -74,7 +74,7 @@ class RequestOutput(NamedTuple):
     """New output tokens: none after a chunk that ends before the prompt's last token, else one;
     more if the grammar forced some or draft tokens were accepted."""
 
-    logprobs: tuple[TokenLogprobs, ...] | None
+    logprobs: tuple[PositionLogprobs, ...] | None
     """One per new token if the request asks for them, else None."""
 
     filled: tuple[FilledBlock, ...]
@@ -116,7 +116,7 @@ class RequestOutput(NamedTuple):
     """If the request asks for it: the hidden state of the prompt's last token after the model's
     last norm, scaled to length 1. Comes with the first token."""
 
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
     """If the request asks for them: those of the prompt's next tokens, in order; all of them have
     come with the first output token. The prompt's first token has NaN and no best tokens, because
     no token comes before it."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Values
 
 from engine.begun import BegunStep
-from engine.constraints import Constraints
+from engine.grammar_constraints import Constraints
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
-from engine.sampling.copies import Mark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
 from engine.speculation.manager import SpeculationManager
@@ -97,7 +97,7 @@ class PlainSteps:
     def _forward(
         self, planned: list[tuple[Sequence, int]], drafts: Mapping[Key, DraftTokens], step: Step
     ) -> BegunStep:
-        copied = Mark(self._kv.device) if self._in_flight.has_copied else None
+        copied = StreamMark(self._kv.device) if self._in_flight.has_copied else None
         masks = self._constraints.begin_masks(step.grammars) if step.has_grammars else None
         try:
             logits = self._model.forward(step.batch)

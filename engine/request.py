@@ -39,7 +39,7 @@ BlockHasher = Callable[[bytes, Sequence[int]], bytes]
 b""."""
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """The state of a request or sample. `ALLOWED` contains the transitions."""
 
     RESERVED = "reserved"
@@ -59,31 +59,41 @@ class State(enum.Enum):
     __hash__ = object.__hash__
 
 
-_TAKEN = frozenset({State.PREEMPTED, State.PARKED, State.ABORTED})
-_OVER = frozenset({State.HOLDING, State.FINISHED})
+_TAKEN = frozenset({RequestState.PREEMPTED, RequestState.PARKED, RequestState.ABORTED})
+_OVER = frozenset({RequestState.HOLDING, RequestState.FINISHED})
 
-ALLOWED: dict[State, frozenset[State]] = {
-    State.RESERVED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
-    State.QUEUED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
-    State.WAITING_FOR_GRAMMAR: frozenset(
-        {State.QUEUED, State.WAITING, State.HOLDING, State.ABORTED}
+ALLOWED: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.RESERVED: frozenset(
+        {RequestState.WAITING_FOR_GRAMMAR, RequestState.WAITING, RequestState.ABORTED}
     ),
-    State.WAITING: frozenset({State.PREFILLING, State.HOLDING}) | _TAKEN,
-    State.PREFILLING: frozenset({State.RUNNING}) | _OVER | _TAKEN,
-    State.RUNNING: _OVER | _TAKEN,
-    State.PREEMPTED: frozenset({State.WAITING, State.HOLDING, State.ABORTED}),
-    State.PARKED: frozenset({State.SWAPPING, State.HOLDING, State.ABORTED}),
-    State.SWAPPING: frozenset({State.WAITING, State.HOLDING, State.ABORTED}),
-    State.HOLDING: frozenset({State.FINISHED, State.ABORTED}),
-    State.FINISHED: frozenset(),
-    State.ABORTED: frozenset(),
+    RequestState.QUEUED: frozenset(
+        {RequestState.WAITING_FOR_GRAMMAR, RequestState.WAITING, RequestState.ABORTED}
+    ),
+    RequestState.WAITING_FOR_GRAMMAR: frozenset(
+        {RequestState.QUEUED, RequestState.WAITING, RequestState.HOLDING, RequestState.ABORTED}
+    ),
+    RequestState.WAITING: frozenset({RequestState.PREFILLING, RequestState.HOLDING}) | _TAKEN,
+    RequestState.PREFILLING: frozenset({RequestState.RUNNING}) | _OVER | _TAKEN,
+    RequestState.RUNNING: _OVER | _TAKEN,
+    RequestState.PREEMPTED: frozenset(
+        {RequestState.WAITING, RequestState.HOLDING, RequestState.ABORTED}
+    ),
+    RequestState.PARKED: frozenset(
+        {RequestState.SWAPPING, RequestState.HOLDING, RequestState.ABORTED}
+    ),
+    RequestState.SWAPPING: frozenset(
+        {RequestState.WAITING, RequestState.HOLDING, RequestState.ABORTED}
+    ),
+    RequestState.HOLDING: frozenset({RequestState.FINISHED, RequestState.ABORTED}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.ABORTED: frozenset(),
 }
 
 
-STARTED = frozenset({State.WAITING, State.PREFILLING, State.RUNNING})
+STARTED = frozenset({RequestState.WAITING, RequestState.PREFILLING, RequestState.RUNNING})
 """States in which a request has blocks and tokens to compute."""
 
-WITHOUT_BLOCKS = frozenset({State.QUEUED, State.PREEMPTED, State.PARKED})
+WITHOUT_BLOCKS = frozenset({RequestState.QUEUED, RequestState.PREEMPTED, RequestState.PARKED})
 """States in which a request waits for blocks."""
 
 

@@ -35,12 +35,12 @@ import torch
 from engine.begun import BegunStep, may_be_early
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError, InvalidLogits
-from engine.in_flight import InFlight, Planned, Taken
+from engine.in_flight import FinishedLaunch, InFlight, Planned
 from engine.models.interface import LoadedModel
 from engine.output_processor import OutputProcessor
-from engine.outputs import RequestOutput, TokenLogprobs
+from engine.outputs import PositionLogprobs, RequestOutput
 from engine.plain_steps import PlainSteps
-from engine.request import State
+from engine.request import RequestState
 from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.metadata import SamplerOutput
 from engine.scheduler import NextPlan, Scheduler
@@ -51,7 +51,7 @@ from engine.step_builder import Step
 
 log = logging.getLogger(__name__)
 
-_NOTHING: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = MappingProxyType({})
+_NOTHING: Mapping[Key, tuple[PositionLogprobs, ...] | InvalidLogits] = MappingProxyType({})
 
 
 class Result(NamedTuple):
@@ -188,13 +188,13 @@ class Runner:
         self.is_device_behind, self._in_flight.has_copied = self._in_flight.has_copied, False
         num_prefills = num_decodes = 0
         for sequence, num_tokens in taken.planned:
-            if sequence.state is State.RUNNING:
+            if sequence.state is RequestState.RUNNING:
                 num_decodes += num_tokens
             else:
                 num_prefills += num_tokens
         return Result(self._book(*taken), num_prefills, num_decodes)
 
-    def _take(self) -> Taken:
+    def _take(self) -> FinishedLaunch:
         """Wait for the oldest launch; chain hashes of a long step are computed meanwhile."""
         planned = self._in_flight.next_planned()
         if planned:
@@ -327,7 +327,7 @@ class Runner:
         drawn: list[SamplerOutput],
         drafts: Mapping[Key, DraftTokens] | None = None,
         num_kept: dict[Key, int] | None = None,
-        scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
+        scored: Mapping[Key, tuple[PositionLogprobs, ...] | InvalidLogits] = _NOTHING,
     ) -> list[RequestOutput]:
         """Apply the samples of one step. Returns: the outputs.
 
@@ -361,7 +361,7 @@ class Runner:
                 events += told
             elif sequence.key in scored:
                 events += self._book_scored(sequence, num_tokens, own, scored[sequence.key], now)
-            elif own and sequence.state is State.RUNNING:
+            elif own and sequence.state is RequestState.RUNNING:
                 events.append(self._output_processor.decode(sequence, num_tokens, own[0], now))
             else:
                 events += self._output_processor.advance(sequence, num_tokens, own, now)
@@ -373,7 +373,7 @@ class Runner:
         sequence: Sequence,
         num_tokens: int,
         drawn: list[SamplerOutput],
-        logprobs: tuple[TokenLogprobs, ...] | InvalidLogits,
+        logprobs: tuple[PositionLogprobs, ...] | InvalidLogits,
         now: float,
     ) -> list[RequestOutput]:
         """Apply the samples of a sequence whose prompt is scored; its first output contains the log
@@ -401,14 +401,14 @@ class Runner:
 
 def _compute_prompt_logprobs(
     planned: Values[tuple[Sequence, int]], step: Step, logits: torch.Tensor
-) -> dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits]:
+) -> dict[Key, tuple[PositionLogprobs, ...] | InvalidLogits]:
     """Log probabilities of prompt tokens that a step computed, by sequence; an InvalidLogits where
     one is no number. Called before the step's tokens are added to `num_computed_tokens`.
 
     Args:
         logits: [R, V], which has the rows of `step.scored`.
     """
-    by_sequence: dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = {}
+    by_sequence: dict[Key, tuple[PositionLogprobs, ...] | InvalidLogits] = {}
     for sequence, num_tokens in planned:
         if sequence.key not in step.scored:
             continue
@@ -427,7 +427,7 @@ def _compute_prompt_logprobs(
             )
             continue
         if sequence.num_scored_tokens == 0:
-            found.insert(0, TokenLogprobs(sequence.token_ids[0], math.nan, ()))
+            found.insert(0, PositionLogprobs(sequence.token_ids[0], math.nan, ()))
         by_sequence[sequence.key] = tuple(found)
     return by_sequence
 

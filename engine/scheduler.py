@@ -42,8 +42,8 @@ from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
 from engine.models.interface import LaunchRow
-from engine.preemptor import Preemptor
-from engine.request import STARTED, WITHOUT_BLOCKS, State
+from engine.preemption import Preemptor
+from engine.request import STARTED, WITHOUT_BLOCKS, RequestState
 from engine.sequence import Key, Sequence
 
 SchedulingPolicy = Literal["fcfs", "priority", "cache_aware"]
@@ -86,7 +86,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for a place: WAITING with its blocks, or QUEUED without."""
-        if sequence.state is State.QUEUED:
+        if sequence.state is RequestState.QUEUED:
             self.queued.add(sequence)
         else:
             self.waiting[sequence.key] = sequence
@@ -172,7 +172,7 @@ class Scheduler:
             return NextPlan([(one, 1) for one in self.running.values()], is_decoding=True)
         candidates: list[RunningSequence] = []
         for key, one in self.running.items():
-            if one.state is State.SWAPPING:
+            if one.state is RequestState.SWAPPING:
                 continue
             seen = predict(one, live.get(key))
             if not seen.is_over:
@@ -194,7 +194,7 @@ class Scheduler:
     def _begin_plan(self, live: Mapping[Key, Planned], *, is_admitting: bool) -> bool:
         """Start a plan. Returns: False if it should wait for the pending step."""
         for sequence in list(self.running.values()):
-            if sequence.state is State.SWAPPING:
+            if sequence.state is RequestState.SWAPPING:
                 self._preemptor.bring_back(sequence)
         if is_admitting and (self.waiting or self.queued or self.preempted):
             return self._admit(live)
@@ -222,14 +222,14 @@ class Scheduler:
                     # Sequences admitted before it took what was cached for it: it is tried again in
                     # the next step.
                     return True
-            if sequence.state is State.QUEUED:
+            if sequence.state is RequestState.QUEUED:
                 self._metrics.on_prefix(sequence.num_local_tokens)
             self.remove(sequence)
             self.running[key] = sequence
-            if sequence.state is State.PARKED:
+            if sequence.state is RequestState.PARKED:
                 self._preemptor.bring_back(sequence)
-            elif sequence.state is not State.WAITING:
-                sequence.move(State.WAITING)
+            elif sequence.state is not RequestState.WAITING:
+                sequence.move(RequestState.WAITING)
         return True
 
     def _would_miss(self, keys: Iterable[Key], live: Mapping[Key, Planned]) -> bool:
@@ -260,7 +260,7 @@ class Scheduler:
         for one in running:
             num_rows += one.group.num_places
             if not live:
-                num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
+                num_tokens -= 1 if one.state is RequestState.RUNNING else one.num_pending_tokens
                 continue
             seen = predict(one, live.get(one.key))
             if not seen.is_over:
@@ -350,7 +350,7 @@ class Scheduler:
                 num_places=group.num_places,
                 num_matched_tokens=num_matched,
                 num_passes=sequence.num_passes,
-                is_preempted=sequence.state in (State.PREEMPTED, State.PARKED),
+                is_preempted=sequence.state in (RequestState.PREEMPTED, RequestState.PARKED),
                 adapter=request.adapter,
             )
 
@@ -361,7 +361,7 @@ class Scheduler:
         """Whether each running sequence has one token to compute, and will have one after it."""
         running = self.running.values()
         return len(running) <= self._config.max_num_tokens_per_step and all(
-            one.state is State.RUNNING and len(one.token_ids) == one.num_computed_tokens + 1
+            one.state is RequestState.RUNNING and len(one.token_ids) == one.num_computed_tokens + 1
             for one in running
         )
 
@@ -372,13 +372,13 @@ class Scheduler:
             RunningSequence(
                 key,
                 len(sequence.token_ids) - sequence.num_computed_tokens,
-                sequence.state is State.RUNNING,
+                sequence.state is RequestState.RUNNING,
                 sequence.request.priority,
                 sequence.group.order,
                 sequence.is_scored,
             )
             for key, sequence in self.running.items()
-            if sequence.state is not State.SWAPPING
+            if sequence.state is not RequestState.SWAPPING
         )
 
     def _plan_step(self, candidates: Iterable[RunningSequence]) -> dict[Key, int]:
@@ -452,10 +452,10 @@ class Scheduler:
         """Check that every sequence is in one place and in a state that fits it. Raises:
         IntegrityError."""
         places = {
-            "queued": (self.queued.items(), {State.QUEUED}),
-            "waiting": (self.waiting.items(), {State.WAITING}),
-            "preempted": (self.preempted.items(), {State.PREEMPTED, State.PARKED}),
-            "running": (self.running.items(), STARTED | {State.SWAPPING}),
+            "queued": (self.queued.items(), {RequestState.QUEUED}),
+            "waiting": (self.waiting.items(), {RequestState.WAITING}),
+            "preempted": (self.preempted.items(), {RequestState.PREEMPTED, RequestState.PARKED}),
+            "running": (self.running.items(), STARTED | {RequestState.SWAPPING}),
         }
         seen: set[Key] = set()
         for name, (items, states) in places.items():
@@ -830,7 +830,7 @@ def predict(sequence: Sequence, planned: Planned | None) -> PredictedSequence:
     Args: planned: its part of that step; None: it has none, and does not change.
     """
     num_computed, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
-    has_drawn = sequence.state is State.RUNNING
+    has_drawn = sequence.state is RequestState.RUNNING
     if planned is None:
         return PredictedSequence(num_computed, num_tokens, has_drawn, False)
     row = planned[1]

@@ -22,13 +22,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import IntegrityError
-from engine.request import ALLOWED, FinishReason, Request, Sampling, State
+from engine.request import ALLOWED, FinishReason, Request, RequestState, Sampling
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
-    from engine.group import Group
     from engine.parking import Parked
     from engine.sampling.token_history import TokenHistory
+    from engine.sequence_group import Group
 
 Key = tuple[str, int]
 """(request id, sample index)."""
@@ -66,7 +66,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, group: Group, state: State) -> None:
+    def __init__(self, group: Group, state: RequestState) -> None:
         """Create a request's first sample; the others are forks of it."""
         request = group.request
         self.group = group
@@ -114,7 +114,7 @@ class Sequence:
         twin.grammar = None if self.grammar is None else self.grammar.fork()
         return twin
 
-    def move(self, state: State) -> None:
+    def move(self, state: RequestState) -> None:
         """Change state. Raises: IntegrityError for a transition that is not allowed."""
         if state not in ALLOWED[self.state]:
             name = f"{self.request.request_id}/{self.sample_index}"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engine.batch import Batch, Span
-from engine.constraints import end_token_ids
+from engine.batch import Batch, TokenSpan
+from engine.grammar_constraints import end_token_ids
 from engine.kv.memory import KvMemory
-from engine.request import State
-from engine.sampling.copies import bring
+from engine.request import RequestState
+from engine.sampling.host_device_copies import bring
 from engine.sampling.metadata import SamplingRequest
 from engine.sequence import Key, Sequence
 from engine.speculation.proposer import DraftTokens, HiddenStateScope
@@ -151,7 +151,7 @@ def build(
     """
     size = kv.layout.block_size
     all_token_ids: list[int] = []
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     draw_indices: list[int] = []
     scored: dict[Key, range] = {}
     drawing: list[_Drawing] = []
@@ -161,7 +161,7 @@ def build(
         group, token_ids = sequence.group, sequence.token_ids
         draft = drafts.get(sequence.key) if drafts else None
         tree = None if draft is None else draft.tree
-        has_drawn = sequence.state is State.RUNNING
+        has_drawn = sequence.state is RequestState.RUNNING
         if has_drawn:
             num_decode_tokens += num_tokens
         start = sequence.num_computed_tokens
@@ -181,7 +181,7 @@ def build(
         else:
             all_token_ids += token_ids[start:end]
         if tree is None:
-            spans.append(Span(start, num_tokens, sequence.block_table, group.adapter_slot))
+            spans.append(TokenSpan(start, num_tokens, sequence.block_table, group.adapter_slot))
         else:
             all_token_ids += tree.token_ids
             span = _tree_span(start, num_tokens, sequence, tree)
@@ -243,8 +243,8 @@ def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Lai
     return _Laid(draws, rows, samples, grammars)
 
 
-def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree) -> Span:
-    return Span(
+def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree) -> TokenSpan:
+    return TokenSpan(
         start,
         num_tokens + len(tree),
         sequence.block_table,

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.outputs import SampleTrace, TokenLogprobs
+from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import FinishReason
-from engine_client.base import News
+from engine_client.interface import News
 from process.errors import BatonError
 from tokens.text import OutputText, TextDelta
 from tokens.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ STOP_STRING = "stop_string"
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Token counts of one prompt and all its samples."""
 
     num_prompt_tokens: int
@@ -59,7 +59,7 @@ class Sample:
     """Reason of the end: eos, stop_token, stop_string, length, grammar or policy."""
     stop_token_id: int | None = None
     stop_string: str = ""
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
     """Log-probabilities of each output token, where requested."""
     traces: tuple[SampleTrace, ...] | None = None
     score: float | None = None
@@ -77,12 +77,12 @@ class Answer:
     seed: int
     """Seed that was used: with it, the same prompt and the same parameters give the same output
     again."""
-    usage: Usage
+    usage: TokenUsage
     times: RequestTimes
     error: BatonError | None = None
     """Error because of which there are no samples; set only where errors are returned instead of
     raised."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
     """Log-probabilities of each prompt token, where requested; NaN for the first one, which has no
     token before it."""
 
@@ -112,7 +112,7 @@ class SampleBuilder:
         self._output = output
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[PositionLogprobs] = []
         self._traces: list[SampleTrace] = []
         self._finish_reason: FinishReason | None = None
         self._stop_token_id: int | None = None
@@ -215,7 +215,7 @@ class AnswerBuilder:
             for index in range(num_samples)
         ]
         self._num_cached_tokens = 0
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt_logprobs: tuple[PositionLogprobs, ...] = ()
         self._first_s: float | None = None
         self._last_s = submitted_s
         self._token_times_s: list[float] = []
@@ -267,7 +267,7 @@ class AnswerBuilder:
             prompt_token_ids=self._prompt.token_ids,
             samples=samples,
             seed=self._seed,
-            usage=Usage(
+            usage=TokenUsage(
                 len(self._prompt.token_ids),
                 sum(len(sample.token_ids) for sample in samples),
                 self._num_cached_tokens,

@@ -18,11 +18,11 @@ import msgspec
 from engine.config import EngineConfig
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.request import ModelInfo
-from engine_client import fleet, link
-from engine_client.base import Ask, LoadedAdapter, News
+from engine_client import child_process_link, data_parallel
+from engine_client.child_process_link import Progress
 from engine_client.config import ClientLimits
-from engine_client.fleet import Fleet
-from engine_client.link import Progress
+from engine_client.data_parallel import Fleet
+from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.process_client import share_cores
 from process.deadline import Deadline
 from process.errors import AlreadyExists, BatonError
@@ -72,7 +72,7 @@ class AsyncProcessClient:
         *,
         limits: ClientLimits | None = None,
         progress: Progress | None = None,
-        program: Sequence[str] = link.PROGRAM,
+        program: Sequence[str] = child_process_link.PROGRAM,
     ) -> AsyncProcessClient:
         """Start the engines and wait until they are loaded.
 
@@ -146,29 +146,35 @@ class AsyncProcessClient:
 
     async def check(self, asks: Sequence[Ask]) -> None:
         """Check whether an engine would accept these requests, without submitting them."""
-        for start, group in fleet.check_groups(asks):
+        for start, group in data_parallel.check_groups(asks):
             try:
                 await self._wait(self._fleet.ask_one("check", group))
             except BatonError as error:
-                raise fleet.shifted(error, start) from error
+                raise data_parallel.shifted(error, start) from error
 
     async def stats(self) -> tuple[EngineStats, ...]:
         """Return gauges and counters of each engine that is alive, in order of rank."""
         futures = self._fleet.ask_all("stats")
-        return tuple([fleet.value(await self._wait(future), EngineStats) for future in futures])
+        return tuple(
+            [data_parallel.value(await self._wait(future), EngineStats) for future in futures]
+        )
 
     async def metrics(self) -> tuple[MetricsSnapshot, ...]:
         """Return throughput and latency histograms of each engine that is alive, in order of
         rank."""
         futures = self._fleet.ask_all("metrics")
-        return tuple([fleet.value(await self._wait(each), MetricsSnapshot) for each in futures])
+        return tuple(
+            [data_parallel.value(await self._wait(each), MetricsSnapshot) for each in futures]
+        )
 
     async def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
         """Load a LoRA adapter from `folder` on every engine that is alive, so that requests can
         name it."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
-        loaded = [fleet.value(await self._wait(future), LoadedAdapter) for future in futures]
-        return fleet.common_adapter(loaded)
+        loaded = [
+            data_parallel.value(await self._wait(future), LoadedAdapter) for future in futures
+        ]
+        return data_parallel.common_adapter(loaded)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter from every engine that is alive."""
@@ -178,7 +184,7 @@ class AsyncProcessClient:
     async def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters loaded on the first engine that is alive."""
         raw = await self._wait(self._fleet.ask_one("adapters"))
-        return fleet.value(raw, tuple[LoadedAdapter, ...])
+        return data_parallel.value(raw, tuple[LoadedAdapter, ...])
 
     async def check_integrity(self) -> None:
         """Check the invariants of every engine that is alive and of the client itself. Raises:

@@ -15,8 +15,8 @@ from engine.engine import LLMEngine, load_engine
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.models.interface import Progress
 from engine.request import ModelInfo, StopPolicy
-from engine_client.base import Ask, LoadedAdapter, News
-from engine_client.core import EngineCore
+from engine_client.engine_core import EngineCore
+from engine_client.interface import Ask, LoadedAdapter, News
 from process.errors import FailedPrecondition, InvalidArgument
 
 

@@ -29,9 +29,9 @@ from engine.errors import LoadError
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.request import ModelInfo, StopPolicy
 from engine_client.answer import Answer, AnswerBuilder, Prompt
-from engine_client.base import Ask, EngineClient, LoadedAdapter, News
-from engine_client.failure import Failure
+from engine_client.encoded_errors import Failure
 from engine_client.in_process import InProcessClient
+from engine_client.interface import Ask, EngineClient, LoadedAdapter, News
 from engine_client.params import SamplingParams, translate
 from engine_client.process_client import DataParallelClient, ProcessClient
 from engine_client.progress import LoadingBar, PromptsBar

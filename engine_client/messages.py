@@ -16,8 +16,8 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.request import ModelInfo
-from engine_client.base import Ask, News
-from engine_client.failure import Failure
+from engine_client.encoded_errors import Failure
+from engine_client.interface import Ask, News
 from process.errors import InvalidArgument, Unavailable
 
 VERSION = 1
@@ -97,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
+class StepNews(msgspec.Struct, frozen=True, tag=True):
     """All news of one step."""
 
     news: tuple[News, ...]
@@ -118,7 +118,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | Submit | Cancel | EndSample | Call | Stop
-FromEngine = Loading | Hello | Refused | Batch | Reply | Failed
+FromEngine = Loading | Hello | Refused | StepNews | Reply | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -19,11 +19,11 @@ from typing import Self
 
 from engine.config import EngineConfig
 from engine.metrics import EngineStats, MetricsSnapshot
-from engine_client import fleet, link
-from engine_client.base import Ask, LoadedAdapter, News
+from engine_client import child_process_link, data_parallel
+from engine_client.child_process_link import Progress
 from engine_client.config import ClientLimits
-from engine_client.fleet import Fleet
-from engine_client.link import Progress
+from engine_client.data_parallel import Fleet
+from engine_client.interface import Ask, LoadedAdapter, News
 from process.errors import BatonError, FailedPrecondition
 
 
@@ -41,7 +41,7 @@ class DataParallelClient:
         *,
         limits: ClientLimits | None = None,
         progress: Progress | None = None,
-        program: Sequence[str] = link.PROGRAM,
+        program: Sequence[str] = child_process_link.PROGRAM,
     ) -> None:
         """Start the engines and wait until they are loaded.
 
@@ -79,11 +79,11 @@ class DataParallelClient:
     def check(self, asks: Sequence[Ask]) -> None:
         """Check whether the engines would accept these requests; since they are alike, only one is
         asked."""
-        for start, group in fleet.check_groups(asks):
+        for start, group in data_parallel.check_groups(asks):
             try:
                 self._fleet.wait(self._fleet.ask_one("check", group))
             except BatonError as error:
-                raise fleet.shifted(error, start) from error
+                raise data_parallel.shifted(error, start) from error
 
     def submit(self, ask: Ask, *, rank: int | None = None) -> None:
         """Submit a request to the engine with the fewest outstanding tokens, or to `rank`. Raises:
@@ -118,20 +118,26 @@ class DataParallelClient:
     def stats(self) -> tuple[EngineStats, ...]:
         """Return gauges and counters of each engine that is alive, in order of rank."""
         futures = self._fleet.ask_all("stats")
-        return tuple(fleet.value(self._fleet.wait(future), EngineStats) for future in futures)
+        return tuple(
+            data_parallel.value(self._fleet.wait(future), EngineStats) for future in futures
+        )
 
     def metrics(self) -> tuple[MetricsSnapshot, ...]:
         """Return throughput and latency histograms of each engine that is alive, in order of
         rank."""
         futures = self._fleet.ask_all("metrics")
-        return tuple(fleet.value(self._fleet.wait(future), MetricsSnapshot) for future in futures)
+        return tuple(
+            data_parallel.value(self._fleet.wait(future), MetricsSnapshot) for future in futures
+        )
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
         """Load a LoRA adapter from `folder` on every engine that is alive, so that requests can
         name it."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
-        loaded = [fleet.value(self._fleet.wait(future), LoadedAdapter) for future in futures]
-        return fleet.common_adapter(loaded)
+        loaded = [
+            data_parallel.value(self._fleet.wait(future), LoadedAdapter) for future in futures
+        ]
+        return data_parallel.common_adapter(loaded)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter from every engine that is alive."""
@@ -141,7 +147,7 @@ class DataParallelClient:
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters loaded on the first engine that is alive."""
         raw = self._fleet.wait(self._fleet.ask_one("adapters"))
-        return fleet.value(raw, tuple[LoadedAdapter, ...])
+        return data_parallel.value(raw, tuple[LoadedAdapter, ...])
 
     def check_integrity(self) -> None:
         """Check the invariants of every engine that is alive and of the client itself. Raises:
@@ -179,7 +185,7 @@ class ProcessClient(DataParallelClient):
         *,
         limits: ClientLimits | None = None,
         progress: Progress | None = None,
-        program: Sequence[str] = link.PROGRAM,
+        program: Sequence[str] = child_process_link.PROGRAM,
     ) -> None:
         """Start the engine and wait until it is loaded. Raises: LoadError, Unavailable,
         DeadlineExceeded; no process is left then."""

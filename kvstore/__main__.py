@@ -11,7 +11,7 @@ import sys
 from process import entrypoint, logs  # before gRPC: see process.entrypoint
 
 # isort: split
-from kvstore import serve
+from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from process.deadline import Deadline
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvstore")
 
 async def main(settings: KvStoreSettings, stop: asyncio.Event) -> None:
     """Run one KV store process until `stop` is set. The log line `ready` names its address."""
-    async with serve.running(settings) as store:
+    async with store_process.running(settings) as store:
         entrypoint.begin_serving()
         logs.event(
             logger,

@@ -31,7 +31,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvstore.attachments import AttachmentTable
+from kvstore.attached_workers import AttachmentTable
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.block_source import (
     MatchResult,
@@ -42,18 +42,18 @@ from kvstore.block_source import (
     own_host_id,
     read_pieces,
 )
-from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, LeaseLapsed, StoreIntegrityError
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
-from kvstore.links import num_blocks_wanted
+from kvstore.link_quality import num_blocks_wanted
 from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.node_ids import PROBE_HASH
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
 from process import logs
+from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Clock, Deadline
 from process.errors import FailedPrecondition, InvalidArgument, NoCapacity, NotFound
-from process.tasks import complete_despite_cancel, end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -575,8 +575,8 @@ class BlockLender:
             self.loans.check_integrity()
             num_watchers = self.loans.num_watchers
             if num_watchers > self.num_waiting:  # fewer: of leases that have just ended
-                raise IntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
-        except IntegrityError as error:
+                raise StoreIntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
+        except StoreIntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)
         return ""

@@ -21,19 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvstore import tenancy
+from kvstore import tenant_shares
+from kvstore.block_history import OneHistory
 from kvstore.block_refs import Block
 from kvstore.block_store import BlockStore, Reserved, WrittenFrame
 from kvstore.errors import GENERATION
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.history import OneHistory
 from kvstore.nixl_push import PeerBlocks, PushOutcome, Readable
 from kvstore.prefix_tree import TreeNode
 from kvstore.slot_pool import SlotState
-from kvstore.tenancy import TenantSlots
+from kvstore.tenant_shares import TenantSlots
 from kvstore.transport.device import Shared
 from process.errors import InvalidArgument
-from process.spans import TraceContext
+from process.trace_spans import TraceContext
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 """Most bytes of one piece of a block in a gRPC message."""
@@ -199,7 +199,7 @@ class StoreStats:
             num_promoted=table.num_promoted,
             num_pages_bad=table.num_pages_bad,
             num_damaged=sums.num_damaged,
-            tenants=tenancy.usage([table.frame_account, table.page_account]),
+            tenants=tenant_shares.usage([table.frame_account, table.page_account]),
             refused=store.refused,
         )
 

@@ -25,18 +25,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
+from kvstore.attached_workers import Attachment, AttachmentTable, QuarantineList
+from kvstore.block_changes import ChangeLog
 from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.block_history import DAMAGED, VERIFIED, WRITTEN, BlockHistory
 from kvstore.block_refs import Block, Tier
-from kvstore.change_log import ChangeLog
-from kvstore.errors import CHECKSUM, IntegrityError, LeaseLapsed
+from kvstore.errors import CHECKSUM, LeaseLapsed, StoreIntegrityError
 from kvstore.frame_table import FrameTable
-from kvstore.history import DAMAGED, VERIFIED, WRITTEN, BlockHistory
 from kvstore.leases import FrameReservation, Lease, LeaseTable
 from kvstore.prefix_tree import TreeNode
-from kvstore.tenancy import MAX_TENANT_BYTES, TenantShares
+from kvstore.tenant_shares import MAX_TENANT_BYTES, TenantShares
 from process.errors import FailedPrecondition, InvalidArgument
-from process.spans import TraceContext
+from process.trace_spans import TraceContext
 
 
 @dataclass(frozen=True)
@@ -583,7 +583,7 @@ class BlockStore:
         if not lease.is_probe:
             self.counters.num_bytes_written += self.frame_bytes
         if node.block is None:
-            raise IntegrityError(f"frame {written.frame}: committed and empty")
+            raise StoreIntegrityError(f"frame {written.frame}: committed and empty")
         return node.block
 
     def _end_reservation(self, reservation: FrameReservation) -> None:

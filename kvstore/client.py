@@ -1,5 +1,5 @@
 """KvStoreClient: a worker puts KV blocks into one store and gets them from it, or from another
-worker that lends its cache. Control goes over gRPC (kvstore/connection.py), bytes over the
+worker that lends its cache. Control goes over gRPC (kvstore/store_connection.py), bytes over the
 transport that the caller names.
 
 Life: `attach` -> match, put_blocks, get_blocks, renew, release ... -> `close`. When the store is
@@ -34,10 +34,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import links, wire
+from kvstore import link_quality, wire
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.block_source import MatchResult, StoreInfo, own_host_id
-from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
     CHECKSUM,
@@ -51,8 +50,9 @@ from kvstore.errors import (
     reason_of,
 )
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.links import Rates
+from kvstore.link_quality import LinkRates
 from kvstore.slab import Slab
+from kvstore.store_connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -69,13 +69,13 @@ from kvstore.transport.grpc import GrpcTransport, StagedTransport
 from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.nixl_agent import NixlAgent
 from kvstore.transport.shm import DeviceShmTransport, ShmTransport
-from process import logs, rpc, spans
+from process import logs, rpc, trace_spans
 from process.authorization import PeerRole
+from process.background_tasks import BackgroundTasks
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
-from process.spans import SpanKind, Value
-from process.tasks import BackgroundTasks
+from process.trace_spans import SpanKind, Value
 from protos import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class KvStoreClient:
         self._is_reporting = False
         # Not part of the trace of the request that caused this attachment.
         self._heartbeat = asyncio.create_task(
-            connection.send_heartbeats(store, heartbeat_s), context=spans.without_span()
+            connection.send_heartbeats(store, heartbeat_s), context=trace_spans.without_span()
         )
         self._closing: asyncio.Task[None] | None = None
 
@@ -236,8 +236,8 @@ class KvStoreClient:
             transport=transport,
         )
         connection = StoreConnection(address, dial, role)
-        with spans.current_span().child(
-            "kv_attach", spans.server_attributes(address), kind=SpanKind.CLIENT
+        with trace_spans.current_span().child(
+            "kv_attach", trace_spans.server_attributes(address), kind=SpanKind.CLIENT
         ) as span:
             store, connected = await _handshake(
                 connection, request, memory, nixl_net_devices, Deadline.after(timeout_s)
@@ -280,12 +280,12 @@ class KvStoreClient:
             lease_id=lease_id or "",
             ttl_ms=wire.ttl_ms(ttl_s),
         )
-        with spans.current_span().child("kv_match", kind=SpanKind.CLIENT) as span:
+        with trace_spans.current_span().child("kv_match", kind=SpanKind.CLIENT) as span:
             reply = await self._connection.call(self._connection.stub.Match, request, deadline)
             with self._connection.checking_reply():
                 match = wire.read_matched(reply, request, self.num_frames)
             if span.is_recording:
-                span.set(spans.server_attributes(self.address))
+                span.set(trace_spans.server_attributes(self.address))
                 span.set(_match_attributes(self.node_id, chain_hashes, match.blocks))
         return match
 
@@ -447,8 +447,8 @@ class KvStoreClient:
             be used until it is settled.
         """
         with self._transferring(), self._recorded("read", len(items)) as record:
-            if spans.current_span().is_recording:
-                spans.current_span().set(_block_attributes([block for block, _ in items]))
+            if trace_spans.current_span().is_recording:
+                trace_spans.current_span().set(_block_attributes([block for block, _ in items]))
             got = await self.get_unrecorded(
                 lease_id,
                 items,
@@ -462,7 +462,7 @@ class KvStoreClient:
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
             return got
 
-    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> LinkRates:
         """Measure how fast this client's transport is, with worker blocks that the caller gives for
         it (`links.num_blocks_wanted` says how many) and that are written into.
 
@@ -471,7 +471,7 @@ class KvStoreClient:
             settled.
         """
         with self._transferring(is_use=False):
-            return await links.measure(self, block_ids, deadline)
+            return await link_quality.measure(self, block_ids, deadline)
 
     # -- the end
 
@@ -527,7 +527,7 @@ class KvStoreClient:
         # A read through mapped memory calls no server.
         is_call = direction == "write" or self.transport_name not in ("shm", CUDA_IPC)
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
-        with spans.current_span().child(f"kv_{direction}", kind=kind) as span:
+        with trace_spans.current_span().child(f"kv_{direction}", kind=kind) as span:
             try:
                 yield record
             except BaseException as error:
@@ -549,7 +549,7 @@ class KvStoreClient:
                 self.on_transfer(stats)
                 if span.is_recording:
                     if is_call:
-                        span.set(spans.server_attributes(self.address))
+                        span.set(trace_spans.server_attributes(self.address))
                     span.set(_transfer_attributes(self.node_id, stats, num_blocks))
 
     # -- put: reserve, write, commit
@@ -620,7 +620,7 @@ class KvStoreClient:
             )
         return results
 
-    # -- kvstore/links.py takes the steps of a put one by one, and is in no statistics
+    # -- kvstore/link_quality.py takes the steps of a put one by one, and is in no statistics
 
     async def put_probe(
         self, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
@@ -897,7 +897,7 @@ class KvStoreClient:
                 kvstore_pb2.VerifiedBlocks(
                     frames=[block.frame for block in blocks],
                     generations=[block.generation for block in blocks],
-                    traceparent=spans.current_span().traceparent,
+                    traceparent=trace_spans.current_span().traceparent,
                 )
             )
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvstore.tenancy import TenantShares
+from kvstore.tenant_shares import TenantShares
 from process import registry
 from process.registry import RedisAccess
 from process.settings import (

@@ -74,7 +74,7 @@ class UnknownAttachment(Unavailable):
     retry_after_s = 0.0
 
 
-class IntegrityError(Internal):
+class StoreIntegrityError(Internal):
     """A conservation law of the store does not hold; the message names it."""
 
 

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from kvstore.block_refs import Block, PackedBlocks, Tier, block_of
 from kvstore.block_refs import row as pack
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.leases import Leases, TimedLease
 
 FIRST_GENERATION = 2
@@ -114,7 +114,9 @@ class ExportLease(TimedLease):
         """Lend the next blocks of `ahead`: their bytes are complete. Raises: IntegrityError for
         others than the next; nothing was done."""
         if list(islice(self.ahead, len(block_ids))) != list(block_ids):
-            raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
+            raise StoreIntegrityError(
+                f"blocks {list(block_ids)} are not the next that it was to lend"
+            )
         for block_id in block_ids:
             self.blocks[block_id] = self.ahead.pop(block_id)
             self.unsealed[block_id] = None
@@ -125,7 +127,7 @@ class ExportLease(TimedLease):
         was done."""
         for block_id in checksums:
             if block_id not in self.unsealed:
-                raise IntegrityError(f"block {block_id} waits for no checksum")
+                raise StoreIntegrityError(f"block {block_id} waits for no checksum")
         packed = PackedBlocks.of_rows(self.blocks[block_id] for block_id in checksums)
         sealed = packed.with_checksums(0, list(checksums.values()))
         for block_id, row in zip(checksums, sealed.rows, strict=True):
@@ -143,13 +145,13 @@ class ExportLease(TimedLease):
         """Recompute the invariants of this lease alone. Raises: IntegrityError naming the first
         that does not hold."""
         if not self.unsealed.keys() <= self.blocks.keys():
-            raise IntegrityError("a block waits for a checksum and is not lent")
+            raise StoreIntegrityError("a block waits for a checksum and is not lent")
         if self.unsealed and not self.is_kept:
-            raise IntegrityError("handed over with a block that is not sealed")
+            raise StoreIntegrityError("handed over with a block that is not sealed")
         if self.ahead and not self.is_kept:
-            raise IntegrityError("handed over with a block that is not computed")
+            raise StoreIntegrityError("handed over with a block that is not computed")
         if self.ahead.keys() & self.blocks.keys():
-            raise IntegrityError("a block is lent and yet to be computed")
+            raise StoreIntegrityError("a block is lent and yet to be computed")
 
 
 @dataclass(frozen=True)
@@ -237,14 +239,14 @@ class ExportedBlocks:
         for block_id, chain_hash, checksum, num_tokens in offers:
             known = self._lent.get(block_id)
             if known is not None and known.chain_hash != chain_hash:
-                raise IntegrityError(f"block {block_id} is lent with another content")
+                raise StoreIntegrityError(f"block {block_id} is lent with another content")
             generation = self._generations.get(block_id, FIRST_GENERATION)
             rows.append(
                 pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
             )
         lease = self._leases.get(lease_id) if lease_id else self._leases.create_endless()
         if not lease.is_kept:
-            raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
+            raise StoreIntegrityError(f"lease {lease_id} was handed over; it grows no more")
         twice: list[int] = []
         named, ahead, unsealed = lease.blocks, lease.ahead, lease.unsealed
         for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
@@ -300,7 +302,9 @@ class ExportedBlocks:
         block of it is not sealed."""
         lease = self._leases.get(lease_id)
         if lease.unsealed:
-            raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
+            raise StoreIntegrityError(
+                f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed"
+            )
         not_computed, lease.ahead = lease.ahead, {}
         self._leave(not_computed)
         self._leases.end_within(lease, now_s, ttl_s)
@@ -472,24 +476,24 @@ class ExportedBlocks:
             for block_id, row in (*lease.blocks.items(), *lease.ahead.items()):
                 block, is_ahead = block_of(row), block_id in lease.ahead
                 if not self._is_lent(block, is_ahead=is_ahead) or block.frame != block_id:
-                    raise IntegrityError(f"block {block_id} is not lent as its lease says")
+                    raise StoreIntegrityError(f"block {block_id} is not lent as its lease says")
         holds = Counter(block_id for held in self._holds.values() for block_id in held)
         for block_id in self._lent.keys() | leases.keys() | holds.keys():
             lent = self._lent.get(block_id)
             if lent is None:
-                raise IntegrityError(f"block {block_id}: leased or held, and not lent")
+                raise StoreIntegrityError(f"block {block_id}: leased or held, and not lent")
             if (lent.num_leases, lent.num_holds) != (leases[block_id], holds[block_id]):
-                raise IntegrityError(f"block {block_id}: its leases or holds are miscounted")
+                raise StoreIntegrityError(f"block {block_id}: its leases or holds are miscounted")
             if lent.num_leases + lent.num_holds == 0:
-                raise IntegrityError(f"block {block_id}: lent without a lease or a hold")
+                raise StoreIntegrityError(f"block {block_id}: lent without a lease or a hold")
             if lent.num_holds and not lent.is_computed:
-                raise IntegrityError(f"block {block_id}: held, and not computed")
+                raise StoreIntegrityError(f"block {block_id}: held, and not computed")
             if not 0 <= block_id < self.num_blocks:
-                raise IntegrityError(f"block {block_id} does not exist")
+                raise StoreIntegrityError(f"block {block_id} does not exist")
         if any(generation % 2 for generation in self._generations.values()):
-            raise IntegrityError("a generation is odd")
+            raise StoreIntegrityError("a generation is odd")
         if not self._pins.keys() <= self._holds.keys():
-            raise IntegrityError("a reader was promised blocks that are not held")
+            raise StoreIntegrityError("a reader was promised blocks that are not held")
 
     # -- inside
 

@@ -32,9 +32,9 @@ from kvstore.page_file import SUFFIX, PageFile, PageLayout
 from kvstore.prefix_tree import TreeNode
 from kvstore.slab import Slab
 from process import logs
+from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import FailedPrecondition, NoCapacity
-from process.tasks import complete_despite_cancel, end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.block_changes import ChangeLog
+from kvstore.block_history import (
+    DAMAGED,
+    DEMOTED,
+    EVICTED,
+    LEFT_MEMORY,
+    LOST,
+    PROMOTED,
+    BlockHistory,
+)
 from kvstore.block_refs import Block, Page, StoredPage
-from kvstore.change_log import ChangeLog
-from kvstore.errors import IntegrityError
-from kvstore.history import DAMAGED, DEMOTED, EVICTED, LEFT_MEMORY, LOST, PROMOTED, BlockHistory
+from kvstore.errors import StoreIntegrityError
 from kvstore.prefix_tree import PrefixTree, TreeNode
 from kvstore.slot_pool import FramePool, SlotPool, SlotState
-from kvstore.tenancy import SlotAccount, TenantShares
+from kvstore.tenant_shares import SlotAccount, TenantShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class FrameTable:
         store left in it: of each block the page written last, and only if its whole prefix is
         there. Returns: how many blocks are kept."""
         if len(self.tree):
-            raise IntegrityError("a file tier is opened before anything is stored")
+            raise StoreIntegrityError("a file tier is opened before anything is stored")
         kept = _prefix_closed(stored)
         self.pages = SlotPool(num_pages, (each.index for each in kept))
         self.page_account = SlotAccount(num_pages, self.shares)
@@ -255,7 +263,7 @@ class FrameTable:
         """Take a frame for a block that lies in a page only; None when there is no room. Until
         `end_promotion` the node is pinned and its page kept."""
         if node.page is None or node.block is not None:
-            raise IntegrityError(f"{node.chain_hash.hex()}: nothing to promote")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()}: nothing to promote")
         frame = self.take_frame(node.tenant)
         if frame is None:
             return None
@@ -348,7 +356,7 @@ class FrameTable:
     def _evict(self, node: TreeNode) -> None:
         """Take the frame of a clean node or a leaf."""
         if node.block is None:
-            raise IntegrityError(f"{node.chain_hash.hex()} lies in no frame")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()} lies in no frame")
         if node.page is None:
             self.num_evictions += 1
             self.tree.remove(node)
@@ -412,7 +420,7 @@ class FrameTable:
 
     def _leave_page(self, node: TreeNode) -> None:
         if node.page is None:
-            raise IntegrityError(f"{node.chain_hash.hex()} lies in no page")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()} lies in no page")
         index = node.page.index
         self.tree.set_page(node, None)
         self._free_page(index)

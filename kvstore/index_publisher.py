@@ -28,10 +28,10 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from kvstore import index
-from kvstore.change_log import BlockChange, ChangeLog
+from kvstore.block_changes import BlockChange, ChangeLog
 from process import logs, registry
+from process.background_tasks import end_tasks, start_task
 from process.registry import NO_ACCESS, REDIS_FAILURES, RedisAccess, RegistryHeartbeat
-from process.tasks import end_tasks, start_task
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)

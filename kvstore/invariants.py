@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 
-from kvstore.attachments import AttachmentTable, QuarantineList
+from kvstore.attached_workers import AttachmentTable, QuarantineList
 from kvstore.block_store import BlockStore
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.frame_table import FrameTable
 from kvstore.leases import LeaseTable
 from kvstore.prefix_tree import LruOrder, PrefixTree, TreeNode
 from kvstore.slot_pool import FramePool, SlotPool, SlotState
-from kvstore.tenancy import SlotAccount
+from kvstore.tenant_shares import SlotAccount
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Clock
-from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def check_table(table: FrameTable) -> Iterator[None]:
     yield from check_account(table.page_account, table.pages)
     for frame, node in chain(enumerate(table.committed), table.damaged.items()):
         if node is not None and table.frame_account.tenant_of(frame) != node.tenant:
-            raise IntegrityError(f"frame {frame}: charged to another tenant than its block")
+            raise StoreIntegrityError(f"frame {frame}: charged to another tenant than its block")
         yield
     yield from check_orders(table)
     yield from check_moves(table)
@@ -93,20 +93,20 @@ def check_slots(pool: SlotPool, kind: str) -> Iterator[None]:
         counts[state] += 1
         yield
     if sum(counts.values()) != pool.num_slots:
-        raise IntegrityError(f"{kind}: the states do not add up to {pool.num_slots}")
+        raise StoreIntegrityError(f"{kind}: the states do not add up to {pool.num_slots}")
     for state, recount in counts.items():
         if recount != pool.count(state):
-            raise IntegrityError(
+            raise StoreIntegrityError(
                 f"{kind} {state.value}: counted {recount}, kept {pool.count(state)}"
             )
     is_free = bytearray(pool.num_slots)
     for slot in pool.free_heap:
         is_free[slot] = True
         if pool.states[slot] is not SlotState.FREE:
-            raise IntegrityError(f"{kind}: {slot} is in the free heap, and not free")
+            raise StoreIntegrityError(f"{kind}: {slot} is in the free heap, and not free")
         yield
     if not len(pool.free_heap) == is_free.count(True) == counts[SlotState.FREE]:
-        raise IntegrityError(f"{kind}: the free heap differs from those that are free")
+        raise StoreIntegrityError(f"{kind}: the free heap differs from those that are free")
 
 
 def check_frames(frames: FramePool) -> Iterator[None]:
@@ -117,7 +117,7 @@ def check_frames(frames: FramePool) -> Iterator[None]:
     for frame, state in enumerate(frames.states):
         generation = frames.generations[frame]
         if (generation % 2 == 1) != (state in changing):
-            raise IntegrityError(f"frame {frame}: generation {generation} while {state.value}")
+            raise StoreIntegrityError(f"frame {frame}: generation {generation} while {state.value}")
         yield
 
 
@@ -128,16 +128,16 @@ def check_tree(tree: PrefixTree) -> Iterator[None]:
     for chain_hash, node in tree.nodes.items():
         yield
         if node.chain_hash != chain_hash:
-            raise IntegrityError(f"tree: {chain_hash.hex()} names another block")
+            raise StoreIntegrityError(f"tree: {chain_hash.hex()} names another block")
         if node.block is None and node.page is None:
-            raise IntegrityError(f"tree: {chain_hash.hex()} lies nowhere")
+            raise StoreIntegrityError(f"tree: {chain_hash.hex()} lies nowhere")
         parent = node.parent
         if parent is not None:
             num_below += 1
             if not tree.is_present(parent):
-                raise IntegrityError(f"tree: {chain_hash.hex()} has an absent parent")
+                raise StoreIntegrityError(f"tree: {chain_hash.hex()} has an absent parent")
             if node.page is not None and parent.page is None:
-                raise IntegrityError(f"tree: {chain_hash.hex()} has a page, its parent none")
+                raise StoreIntegrityError(f"tree: {chain_hash.hex()} has a page, its parent none")
         num_page_children, before = 0, None
         for child in node.children():
             num_children += 1
@@ -147,13 +147,15 @@ def check_tree(tree: PrefixTree) -> Iterator[None]:
                 or not tree.is_present(child)
                 or num_children > len(tree)
             ):
-                raise IntegrityError(f"tree: {chain_hash.hex()} has children that are not its own")
+                raise StoreIntegrityError(
+                    f"tree: {chain_hash.hex()} has children that are not its own"
+                )
             before = child
             yield
         if num_page_children != node.num_page_children:
-            raise IntegrityError(f"tree: {chain_hash.hex()} miscounts its children")
+            raise StoreIntegrityError(f"tree: {chain_hash.hex()} miscounts its children")
     if num_children != num_below:
-        raise IntegrityError("tree: a node is not among its parent's children")
+        raise StoreIntegrityError("tree: a node is not among its parent's children")
 
 
 def check_committed(table: FrameTable) -> Iterator[None]:
@@ -168,20 +170,20 @@ def check_committed(table: FrameTable) -> Iterator[None]:
         num_committed += 1
         block = node.block
         if block is None or frames.state(frame) is not SlotState.COMMITTED:
-            raise IntegrityError(f"frame {frame}: has a node but is not committed")
+            raise StoreIntegrityError(f"frame {frame}: has a node but is not committed")
         if (block.frame, block.chain_hash) != (frame, node.chain_hash):
-            raise IntegrityError(f"frame {frame}: its node is another's")
+            raise StoreIntegrityError(f"frame {frame}: its node is another's")
         if block.generation != frames.generation(frame):
-            raise IntegrityError(f"frame {frame}: its node has another generation")
+            raise StoreIntegrityError(f"frame {frame}: its node has another generation")
         if (frame in table.tails) == bool(block.chain_hash):
-            raise IntegrityError(f"frame {frame}: neither tail nor block, or both")
+            raise StoreIntegrityError(f"frame {frame}: neither tail nor block, or both")
         if node.num_pins == 0 and not tree.is_present(node):
-            raise IntegrityError(f"frame {frame}: no lease pins it and it is not in the tree")
+            raise StoreIntegrityError(f"frame {frame}: no lease pins it and it is not in the tree")
     if num_committed != frames.count(SlotState.COMMITTED):
-        raise IntegrityError("committed frames and their nodes differ in number")
+        raise StoreIntegrityError("committed frames and their nodes differ in number")
     for node in tree:
         if node.block is not None and committed[node.block.frame] is not node:
-            raise IntegrityError(f"{node.chain_hash.hex()}: its frame is not its own")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()}: its frame is not its own")
         yield
 
 
@@ -192,16 +194,20 @@ def check_pages(table: FrameTable) -> Iterator[None]:
     for node in table.tree:
         if node.page is not None:
             if node.page.index >= pages.num_slots:
-                raise IntegrityError(f"pages: a node lies in page {node.page.index}, which is none")
+                raise StoreIntegrityError(
+                    f"pages: a node lies in page {node.page.index}, which is none"
+                )
             if is_taken[node.page.index]:
-                raise IntegrityError(f"pages: two nodes lie in page {node.page.index}")
+                raise StoreIntegrityError(f"pages: two nodes lie in page {node.page.index}")
             if pages.state(node.page.index) is SlotState.FREE:
-                raise IntegrityError("pages: a node lies in a page that is free")
+                raise StoreIntegrityError("pages: a node lies in a page that is free")
             is_taken[node.page.index] = True
         yield
     num_used = pages.count(SlotState.COMMITTED)
     if is_taken.count(True) != num_used:
-        raise IntegrityError(f"pages: {num_used} are used, {is_taken.count(True)} nodes lie in one")
+        raise StoreIntegrityError(
+            f"pages: {num_used} are used, {is_taken.count(True)} nodes lie in one"
+        )
 
 
 def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
@@ -213,18 +219,18 @@ def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
             continue
         used[tenant] += 1
         if pool.state(slot) is SlotState.FREE:
-            raise IntegrityError("a slot that is free is charged to a tenant")
+            raise StoreIntegrityError("a slot that is free is charged to a tenant")
     if used.total() != pool.num_taken:
-        raise IntegrityError("slots charged to tenants are not those that are taken")
+        raise StoreIntegrityError("slots charged to tenants are not those that are taken")
     if used != account.used:
-        raise IntegrityError("tenants' slots are miscounted")
+        raise StoreIntegrityError("tenants' slots are miscounted")
     groups: Counter[str] = Counter()
     for tenant, num_slots in used.items():
         groups[account.shares.group(tenant)] += num_slots
     if groups != account.used_by_group:
-        raise IntegrityError("groups' slots are miscounted")
+        raise StoreIntegrityError("groups' slots are miscounted")
     if sum(account.guaranteed.values()) != account.num_slots:
-        raise IntegrityError("guaranteed slots do not add up")
+        raise StoreIntegrityError("guaranteed slots do not add up")
 
 
 def check_orders(table: FrameTable) -> Iterator[None]:
@@ -235,10 +241,10 @@ def check_orders(table: FrameTable) -> Iterator[None]:
     for node in tree:
         num_clean += node.is_clean
         if node.is_clean != (node in tree.clean):
-            raise IntegrityError(f"{node.chain_hash.hex()}: clean, or counted as clean")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()}: clean, or counted as clean")
         yield
     if num_clean != len(tree.clean):
-        raise IntegrityError("clean nodes are miscounted")
+        raise StoreIntegrityError("clean nodes are miscounted")
     num_frames, num_pages = table.frames.num_slots, table.pages.num_slots
     yield from check_order(tree, tree.leaf_order, num_frames, FRAME)
     if tree.has_pages:  # else check_pages has seen that there are no candidates
@@ -264,19 +270,19 @@ def check_order(
         for last_used, _, _, node in order.heap:
             yield
             if last_used > node.last_used:
-                raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed too new")
+                raise StoreIntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed too new")
             if not order.is_candidate(node):
                 continue
             if tree.shares.group(node.tenant) != group:
-                raise IntegrityError(f"{order.kind}: {node.tenant} is of another group")
+                raise StoreIntegrityError(f"{order.kind}: {node.tenant} is of another group")
             if is_filed[slot_of(node)]:
-                raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed twice")
+                raise StoreIntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed twice")
             is_filed[slot_of(node)] = True
     for node in tree:
         yield
         order = orders[tree.shares.group(node.tenant)]
         if order.is_candidate(node) and not is_filed[slot_of(node)]:
-            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} would never be found")
+            raise StoreIntegrityError(f"{order.kind}: {node.chain_hash.hex()} would never be found")
 
 
 def check_moves(table: FrameTable) -> Iterator[None]:
@@ -284,12 +290,12 @@ def check_moves(table: FrameTable) -> Iterator[None]:
     pages from leaving."""
     writing = {write.index for each in table.demotions for write in each.writes}
     if len(writing) != table.pages.count(SlotState.WRITING):
-        raise IntegrityError("pages being written are not those of the demotions under way")
+        raise StoreIntegrityError("pages being written are not those of the demotions under way")
     uses = Counter(each.parent for each in table.demotions if each.parent is not None)
     uses.update(promotion.node for promotion in table.promotions.values())
     for node in table.tree:
         if node.num_page_uses != uses[node]:
-            raise IntegrityError(f"{node.chain_hash.hex()}: miscounts the uses of its page")
+            raise StoreIntegrityError(f"{node.chain_hash.hex()}: miscounts the uses of its page")
         yield
 
 
@@ -299,14 +305,14 @@ def check_leases(leases: LeaseTable) -> Iterator[None]:
     for lease in leases:
         is_hold = math.isinf(lease.expires_at_s)
         if not is_hold and (lease.expires_at_s, lease.lease_id) not in due:
-            raise IntegrityError(f"lease {lease.lease_id} would never lapse")
+            raise StoreIntegrityError(f"lease {lease.lease_id} would never lapse")
         for node in lease.pins:
             if node.block is not None and node.block.frame in lease.reservations:
-                raise IntegrityError(f"lease {lease.lease_id} pins a frame that it is writing")
+                raise StoreIntegrityError(f"lease {lease.lease_id} pins a frame that it is writing")
             yield
         writing = {r.chain_hash: f for f, r in lease.reservations.items() if r.chain_hash}
         if writing != lease.writing:
-            raise IntegrityError(f"lease {lease.lease_id} miscounts what it is writing")
+            raise StoreIntegrityError(f"lease {lease.lease_id} miscounts what it is writing")
         yield
 
 
@@ -324,31 +330,31 @@ def check_writing(
     for lease in leases:
         for frame, reservation in lease.reservations.items():
             if frame in writing:
-                raise IntegrityError(f"frame {frame}: reserved twice")
+                raise StoreIntegrityError(f"frame {frame}: reserved twice")
             if attachments.find(reservation.attachment_id) is None:
-                raise IntegrityError(f"frame {frame}: reserved by a worker that is gone")
+                raise StoreIntegrityError(f"frame {frame}: reserved by a worker that is gone")
             writing[frame] = reservation.generation
             yield
     out_of_use = quarantined.frames()
     for frame, node in table.damaged.items():
         if frame in out_of_use:
-            raise IntegrityError(f"frame {frame}: quarantined twice")
+            raise StoreIntegrityError(f"frame {frame}: quarantined twice")
         if node.num_pins == 0:
-            raise IntegrityError(f"frame {frame}: bad, and no lease pins it")
+            raise StoreIntegrityError(f"frame {frame}: bad, and no lease pins it")
         if node.block is not None:
             out_of_use[frame] = node.block.generation + 1
     for state, held in ((SlotState.WRITING, writing), (SlotState.QUARANTINED, out_of_use)):
         if len(held) != frames.count(state):
-            raise IntegrityError(f"{state.value} frames: {len(held)} are accounted for")
+            raise StoreIntegrityError(f"{state.value} frames: {len(held)} are accounted for")
         for frame, generation in held.items():
             if frames.state(frame) is not state:
-                raise IntegrityError(f"frame {frame}: is not {state.value}")
+                raise StoreIntegrityError(f"frame {frame}: is not {state.value}")
             if frames.generation(frame) != generation:
-                raise IntegrityError(f"frame {frame}: {state.value} at another generation")
+                raise StoreIntegrityError(f"frame {frame}: {state.value} at another generation")
             yield
     for owner in quarantined.owners():
         if attachments.find(owner) is None:
-            raise IntegrityError("a frame is quarantined for ever: its worker is gone")
+            raise StoreIntegrityError("a frame is quarantined for ever: its worker is gone")
 
 
 def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
@@ -362,7 +368,7 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
             yield
     for held in chain(tree, committed, damaged.values(), pins):
         if held is not None and held.num_pins != pins.get(held, 0):
-            raise IntegrityError(
+            raise StoreIntegrityError(
                 f"{held.chain_hash.hex()}: {held.num_pins} pins kept, {pins[held]} are held"
             )
         yield
@@ -374,10 +380,10 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
             committed[block.frame],
             damaged.get(block.frame),
         ):
-            raise IntegrityError(f"frame {block.frame}: pinned but not committed")
+            raise StoreIntegrityError(f"frame {block.frame}: pinned but not committed")
         yield
     if num_pinned != tree.num_pinned:
-        raise IntegrityError(f"{num_pinned} nodes are pinned, counted {tree.num_pinned}")
+        raise StoreIntegrityError(f"{num_pinned} nodes are pinned, counted {tree.num_pinned}")
 
 
 class SlicedCheck:
@@ -409,7 +415,7 @@ class SlicedCheck:
         further: it is logged, and `error` names it until the store restarts."""
         try:
             yield
-        except IntegrityError as error:
+        except StoreIntegrityError as error:
             self._report(error)
             self._broken = str(error)
 
@@ -444,7 +450,7 @@ class SlicedCheck:
                 slice_end_s = time.monotonic() + self._slice_s
         except RuntimeError:  # a table changed while it was iterated over
             return False
-        except IntegrityError:
+        except StoreIntegrityError:
             return self._state() == state and not self._holds_in_one_go()
         self.error = self._broken
         return True
@@ -457,7 +463,7 @@ class SlicedCheck:
     def _holds_in_one_go(self) -> bool:
         try:
             check(self._store)
-        except IntegrityError as error:
+        except StoreIntegrityError as error:
             self._report(error)
             return False
         return True
@@ -466,6 +472,6 @@ class SlicedCheck:
         """Differs when something that is checked has changed, or may have."""
         return self.num_calls, self._store.frames.num_changes, len(self._store.leases)
 
-    def _report(self, error: IntegrityError) -> None:
+    def _report(self, error: StoreIntegrityError) -> None:
         self.error = str(error)
         logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+from kvstore.block_changes import ChangeLog, NullLog
 from kvstore.block_refs import Block, Page
-from kvstore.change_log import ChangeLog, NullLog
-from kvstore.errors import IntegrityError
-from kvstore.tenancy import POOL, TenantShares
+from kvstore.errors import StoreIntegrityError
+from kvstore.tenant_shares import POOL, TenantShares
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -290,10 +290,10 @@ class PrefixTree:
         Raises: IntegrityError if it is there already or its parent is not.
         """
         if parent is not None and not self.is_present(parent):
-            raise IntegrityError(f"tree: the parent of {chain_hash.hex()} is not there")
+            raise StoreIntegrityError(f"tree: the parent of {chain_hash.hex()} is not there")
         node = TreeNode(chain_hash, parent, parent.depth + 1 if parent else 0, tenant, block)
         if not self.nodes.add(chain_hash, node):
-            raise IntegrityError(f"tree: {chain_hash.hex()} is there already")
+            raise StoreIntegrityError(f"tree: {chain_hash.hex()} is there already")
         if parent is not None:
             first = node.next_sibling = parent.first_child
             if first is not None:
@@ -310,7 +310,7 @@ class PrefixTree:
         """Remove a leaf that has no page from the tree. Raises: IntegrityError for any other
         node."""
         if node.first_child is not None or node.page is not None or not self.is_present(node):
-            raise IntegrityError(f"tree: {node.chain_hash.hex()} cannot be removed")
+            raise StoreIntegrityError(f"tree: {node.chain_hash.hex()} cannot be removed")
         self.nodes.remove(node.chain_hash)
         before, after = node.previous_sibling, node.next_sibling
         node.previous_sibling = node.next_sibling = None
@@ -344,7 +344,7 @@ class PrefixTree:
         """Take back one `pin`; after the last one the node may be evicted. Raises: IntegrityError
         where there is none."""
         if node.num_pins < 1:
-            raise IntegrityError("tree: a node is unpinned once too often")
+            raise StoreIntegrityError("tree: a node is unpinned once too often")
         node.num_pins -= 1
         self.num_pinned -= node.num_pins == 0
         if node.num_pins == 0:
@@ -360,7 +360,7 @@ class PrefixTree:
         IntegrityError if the file tier would not stay prefix-closed."""
         parent = node.parent
         if page is not None and parent is not None and parent.page is None:
-            raise IntegrityError("tree: a page below a parent that has none")
+            raise StoreIntegrityError("tree: a page below a parent that has none")
         step = (page is not None) - (node.page is not None)
         node.page = page
         if parent is not None and step:

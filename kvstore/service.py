@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvstore import status, wire
+from kvstore import store_status, wire
 from kvstore.block_refs import PackedBlocks, Tier, row, row_of
 from kvstore.block_source import BlockSink, BlockSource, ReservedChain
 from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame
 from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
-from process.spans import (
+from process.trace_spans import (
     NOOP_SPAN,
     Span,
     parse_headers,
@@ -392,7 +392,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             node_id=self._source.node_id,
             incarnation=self._source.incarnation,
             keeps_history=sink.keeps_history,
-            blocks=map(status.past_to_proto, sink.history(request.chain_hash, max_blocks)),
+            blocks=map(store_status.past_to_proto, sink.history(request.chain_hash, max_blocks)),
         )
 
     @rpc.unary
@@ -407,7 +407,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             index_sequence=sequence,
             index_synced=synced,
         )
-        status.fill(reply, stats)
+        store_status.fill(reply, stats)
         return reply
 
 

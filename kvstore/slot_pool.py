@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 
 
 class SlotState(enum.Enum):
@@ -121,7 +121,7 @@ class SlotPool:
         state = self.states[slot]
         step = TRANSITIONS[state].get(to)
         if step is None:
-            raise IntegrityError(f"slot {slot}: {state.value} -> {to.value} is not allowed")
+            raise StoreIntegrityError(f"slot {slot}: {state.value} -> {to.value} is not allowed")
         self.num_changes += 1
         self.states[slot] = to
         self._counts[state] -= 1

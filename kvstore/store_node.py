@@ -28,7 +28,9 @@ from typing import NoReturn
 import numpy as np
 
 from kvstore import block_hash
-from kvstore.attachments import Attachment
+from kvstore.attached_workers import Attachment
+from kvstore.block_changes import ChangeLog, NullLog
+from kvstore.block_history import PULLED, REFUSED, BlockHistory
 from kvstore.block_refs import Block
 from kvstore.block_source import (
     ChainToReserve,
@@ -49,19 +51,18 @@ from kvstore.block_store import (
     WrittenFrame,
     check_chain,
 )
-from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.errors import LEASE_LAPSED, LeaseLapsed, UnknownAttachment
 from kvstore.file_tier import FileTier, OpenedPages, open_pages
-from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
 from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remove_stale
-from kvstore.tenancy import TenantShares
+from kvstore.tenant_shares import TenantShares
 from kvstore.transport.base import TRANSPORTS
 from kvstore.transport.nixl_agent import Region
 from process import entrypoint, logs
+from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Clock, Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -71,8 +72,7 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
-from process.spans import TraceContext, current_span
-from process.tasks import complete_despite_cancel, end_tasks, start_task
+from process.trace_spans import TraceContext, current_span
 from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)

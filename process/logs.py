@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from process import spans
+from process import trace_spans
 
 LEVELS = ("debug", "info", "warning", "error")
 """The log levels that a process can be started with."""
@@ -31,7 +31,7 @@ class _JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         # In the task, or the thread, that logs.
-        context = spans.current_span().context
+        context = trace_spans.current_span().context
         if context is not None:
             line["trace_id"] = f"{context.trace_id:032x}"
             line["span_id"] = f"{context.span_id:016x}"

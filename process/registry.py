@@ -25,9 +25,9 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.secret_files import WatchedFile, read_secret
 from process.settings import SettingsError
-from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 

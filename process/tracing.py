@@ -25,7 +25,7 @@ from msgspec import Meta
 from process import logs
 from process.errors import Internal
 from process.settings import PositiveInt, SettingsError, check_host_port, check_ranges
-from process.spans import (
+from process.trace_spans import (
     BAGGAGE,
     NOOP_SPAN,
     Attributes,

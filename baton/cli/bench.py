@@ -30,7 +30,7 @@ from baton.client import Client
 from baton.errors import InvalidArgument
 from baton.load import workload
 from baton.load.report import Limits, Report, report
-from baton.load.runner import OnProgress, Outcome
+from baton.load.runner import OnProgress, RequestOutcome
 from baton.load.runner import run as run_load
 from baton.load.senders import GrpcSender, OpenAiSender, Sender
 from baton.load.workload import Planned
@@ -155,7 +155,9 @@ def _serve(
     return 0 if result.num_served else 1
 
 
-async def _measure(target: RouterTarget, asked: SimpleNamespace, console: Console) -> list[Outcome]:
+async def _measure(
+    target: RouterTarget, asked: SimpleNamespace, console: Console
+) -> list[RequestOutcome]:
     sender = _sender(target, asked)
     try:
         vocab_size = asked.vocab_size or await sender.vocab_size()

@@ -20,7 +20,7 @@ from baton import index_audit
 from baton.cli import options, render
 from baton.cli.options import RouterTarget, seconds, value
 from baton.cli.render import Column, number, text
-from baton.cluster.state import ClusterState
+from baton.cluster.running_clusters import ClusterState
 from baton.errors import InvalidArgument, NotFound, Unavailable
 from baton.index_audit import StoreAudit, StoreHistory
 from kvstore.block_hash import CHAIN_HASH_BYTES

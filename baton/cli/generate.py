@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
-from baton import record
+from baton import recorded_request
 from baton.answers import Chunk, Completion, completions_from
 from baton.cli import options, render
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
 from baton.errors import BatonError, FailedPrecondition, InvalidArgument, Unavailable
-from baton.record import Difference, Record
+from baton.recorded_request import Difference, RecordedRequest
 from baton.request import Prompt, build_request
 from checkpoints.resolve import bundled_names
 from protos import inference_pb2
@@ -83,7 +83,7 @@ def generate(
         else:
             completions = [render.stream_with_provenance(chunks, as_ids=token_ids)]
     if record_to is not None:
-        record.write(record.record_of(request, completions), record_to)
+        recorded_request.write(recorded_request.record_of(request, completions), record_to)
     if timeline_to is not None:
         plots.draw_timeline(completions[0], arrivals.tokens_s, arrivals.end_s, timeline_to)
 
@@ -117,7 +117,7 @@ def _show_samples(completions: Sequence[Completion], *, as_ids: bool) -> None:
 
 def to_json(completion: Completion) -> str:
     """The whole completion, with its provenance, as one line of JSON."""
-    value = record.plain(dataclasses.asdict(completion))
+    value = recorded_request.plain(dataclasses.asdict(completion))
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -209,18 +209,18 @@ def replay(file: Path, target: RouterTarget, start: bool, config: ClusterConfig)
     how each run sampled it, and the exit code is 1. The request goes to the cluster at --address,
     or the one that you started last, or with --start to a cluster of its own.
     """
-    recorded = record.read(file)
+    recorded = recorded_request.read(file)
     with _replayer(recorded, target, start, config) as client:
         _check_model(recorded, client.models())
-        completions = completions_from(client.send(record.request_of(recorded)))
-    found = record.difference(recorded, completions)
+        completions = completions_from(client.send(recorded_request.request_of(recorded)))
+    found = recorded_request.difference(recorded, completions)
     sys.stdout.write(_equal(completions) if found is None else _unequal(found))
     return 0 if found is None else 1
 
 
 @contextlib.contextmanager
 def _replayer(
-    recorded: Record, target: RouterTarget, start: bool, config: ClusterConfig
+    recorded: RecordedRequest, target: RouterTarget, start: bool, config: ClusterConfig
 ) -> Iterator[SyncClient]:
     """A client of the cluster that runs the request again. Raises: Unavailable, ClusterError."""
     if start:
@@ -239,7 +239,7 @@ def _replayer(
         yield client
 
 
-def _own_model(recorded: Record) -> str:
+def _own_model(recorded: RecordedRequest) -> str:
     """The record's model, if it is bundled. A record may come from anywhere, so it must not choose
     a model to fetch and run. Raises: FailedPrecondition."""
     if recorded.model not in bundled_names():
@@ -250,7 +250,7 @@ def _own_model(recorded: Record) -> str:
     return recorded.model
 
 
-def _check_model(recorded: Record, served: list[inference_pb2.ModelInfo]) -> None:
+def _check_model(recorded: RecordedRequest, served: list[inference_pb2.ModelInfo]) -> None:
     fingerprints = {model.model_fingerprint for model in served}
     if recorded.model_fingerprint not in fingerprints:
         there = ", ".join(f"{model.model} ({model.model_fingerprint[:16]})" for model in served)

@@ -203,27 +203,29 @@ def certs(
     tls.mode=self-made. Each certificate names one role; with --flips the certificates of workers
     name prefill and decode, so that a running worker may change its role.
     """
-    from baton import certificates  # cryptography takes a while to import
+    from baton import development_certificates  # cryptography takes a while to import
 
     if out is None and not secrets:
         raise click.UsageError("Missing option '--out' or '--secrets'.")
     if not 1 <= days <= 3650:
-        raise certificates.CertsError(f"--days {days}: must be from 1 to 3650")
+        raise development_certificates.CertsError(f"--days {days}: must be from 1 to 3650")
     named_servers = {}
     for server in servers:
         name, _, host = server.partition("=")
         if not (name and host):
-            raise certificates.CertsError(f"--server {server}: write it as NAME=HOST")
+            raise development_certificates.CertsError(f"--server {server}: write it as NAME=HOST")
         named_servers[name] = host
-    all_hosts = list(dict.fromkeys([*certificates.LOCAL_HOSTS, *hosts]))
+    all_hosts = list(dict.fromkeys([*development_certificates.LOCAL_HOSTS, *hosts]))
     if out is None:
-        place = certificates.SecretsPlace(secrets, namespace, owner)
-        written = certificates.write_secrets(
+        place = development_certificates.SecretsPlace(secrets, namespace, owner)
+        written = development_certificates.write_secrets(
             place, hosts=all_hosts, days=days, servers=named_servers, flips=flips
         )
         sys.stdout.write(f"written: {', '.join(written)}\n")
         return
-    made = certificates.write(out, hosts=all_hosts, days=days, servers=named_servers, flips=flips)
+    made = development_certificates.write(
+        out, hosts=all_hosts, days=days, servers=named_servers, flips=flips
+    )
     roles = ", ".join(role.value for role in PeerRole)
     sys.stdout.write(
         f"{made.folder}: ca.crt and a certificate for each of {roles}\n"

@@ -22,9 +22,9 @@ import click
 from click.core import ParameterSource
 
 from baton.client import Credentials, SyncClient
-from baton.cluster import state as cluster_state
+from baton.cluster import running_clusters as cluster_state
 from baton.cluster.config import DEFAULT_PORT, ClusterConfig
-from baton.cluster.state import ClusterState
+from baton.cluster.running_clusters import ClusterState
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_files
 from process.authorization import PeerRole
@@ -260,7 +260,9 @@ class RouterTarget:
         if self.tls or self.ca_file or self.cert_file:
             tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
         elif self.state is not None and self.state.tls_dir:
-            from baton.certificates import CertSet  # cryptography takes a while to import
+            from baton.development_certificates import (
+                CertSet,  # cryptography takes a while to import
+            )
 
             tls = CertSet(Path(self.state.tls_dir)).tls_of(PeerRole.ADMIN)
         return Credentials(tls, api_key)

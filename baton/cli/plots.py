@@ -20,7 +20,7 @@ from baton.answers import Completion, KvLeg
 from baton.cli.render import format_bytes, format_seconds
 from baton.errors import FailedPrecondition, InvalidArgument
 from baton.load.report import Limits
-from baton.load.runner import Outcome
+from baton.load.runner import RequestOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +205,7 @@ def _leg_line(leg: KvLeg) -> str:
 # -- a load
 
 
-def draw_load(outcomes: Sequence[Outcome], limits: Limits, file: Path, title: str) -> None:
+def draw_load(outcomes: Sequence[RequestOutcome], limits: Limits, file: Path, title: str) -> None:
     """Write the picture of a load: its requests, rates and latencies over time. Raises: OSError."""
     from matplotlib.figure import Figure
 
@@ -223,7 +223,7 @@ def draw_load(outcomes: Sequence[Outcome], limits: Limits, file: Path, title: st
     _save(figure, file)
 
 
-def _requests(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _requests(axes: Axes, outcomes: Sequence[RequestOutcome]) -> None:
     """A line for each request in the order of sending: waiting, then streaming; a cross: failed."""
     from matplotlib.ticker import MaxNLocator
 

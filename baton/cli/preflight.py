@@ -12,9 +12,9 @@ from rich.text import Text
 
 from baton.cli import options, render
 from baton.cli.options import FILE, value
-from baton.preflight import checks, cluster, model, needs
+from baton.preflight import chart_needs, checks, cluster, memory_check
+from baton.preflight.chart_needs import PreflightError, Release
 from baton.preflight.checks import Finding, Status
-from baton.preflight.needs import PreflightError, Release
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
@@ -68,18 +68,18 @@ def preflight(
     reader = cluster.connect(context, namespace)
     version = reader.version()
     if rendered:
-        objects = needs.read(rendered)
+        objects = chart_needs.read(rendered)
     else:
         install = Release(chart, release, reader.namespace, tuple(values), tuple(sets))
-        objects = needs.render(install, version)
+        objects = chart_needs.render(install, version)
     try:
-        asked = needs.of(objects)
+        asked = chart_needs.of(objects)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     there = reader.look(asked)
-    names = {str(engine.get("model", "")) for engine in model.engines(asked).values()}
-    sizes = {name: model.sizes_of(name) for name in sorted(names) if name}
-    findings = (*checks.all_of(asked, there), *model.check(asked, there, sizes))
+    names = {str(engine.get("model", "")) for engine in memory_check.engines(asked).values()}
+    sizes = {name: memory_check.sizes_of(name) for name in sorted(names) if name}
+    findings = (*checks.all_of(asked, there), *memory_check.check(asked, there, sizes))
     is_bad = any(finding.status is Status.FAIL for finding in findings)
     if as_json:
         render.print_json(_findings_as_json(findings))

@@ -17,11 +17,11 @@ import checkpoints
 from baton.answers import Completion
 from baton.cli import options, render
 from baton.cli.options import value
-from baton.cluster import plan
-from baton.cluster import state as cluster_state
+from baton.cluster import command_lines
+from baton.cluster import running_clusters as cluster_state
 from baton.cluster.config import ClusterConfig
 from baton.cluster.local_cluster import LocalCluster
-from baton.cluster.state import ClusterState
+from baton.cluster.running_clusters import ClusterState
 from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
 
@@ -104,7 +104,7 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
     announced: Path | None = None
     with _signals(cluster):
         try:
-            plan.check_settings(config)  # before a checkpoint is fetched
+            command_lines.check_settings(config)  # before a checkpoint is fetched
             with view:
                 drafts = (config.draft_model,) * (config.num_draft > 0)
                 for model in (*config.models, *drafts):

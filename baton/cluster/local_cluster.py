@@ -30,18 +30,18 @@ import redis
 
 from baton import api_key_file
 from baton.client import Credentials, SyncClient
-from baton.cluster import plan
+from baton.cluster import command_lines
+from baton.cluster.command_lines import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
 from baton.cluster.config import ClusterConfig
-from baton.cluster.plan import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
+from baton.cluster.running_clusters import RunFolder
 from baton.cluster.scale_service import ScaleService
-from baton.cluster.state import RunFolder
-from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
+from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, ProcessState, Supervisor
 from baton.errors import BatonError, ClusterError
 from process import api_keys, signing_keys
 from process.authorization import PeerRole
 from process.secret_files import replace_file
 
-__all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
+__all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "ProcessState"]
 
 START_TIMEOUT_S = 300.0
 """Time limit of a cluster's start, in which workers read and digest a checkpoint of some GB."""
@@ -64,7 +64,7 @@ _STOP_ORDER = (
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
 """Time from SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
-_SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
+_SCALE_STATES = {ProcessState.READY: "ready", ProcessState.RETIRING: "leaving"}
 """The names of states in the scale service; other states are "starting"."""
 
 
@@ -116,12 +116,12 @@ class LocalCluster:
         if self.config.port:
             _check_port_free(self.config.port)
         if not settings_checked:
-            plan.check_settings(self.config)
+            command_lines.check_settings(self.config)
         try:
             self._folder = _make_run_folder(self.config.file_tier_dir)
             log_dir = _make_log_dir(self.config, self._folder)
             self._supervisor = Supervisor(
-                log_dir, self._on_part_event, plan.max_silence_s(self.config)
+                log_dir, self._on_part_event, command_lines.max_silence_s(self.config)
             )
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
@@ -195,7 +195,7 @@ class LocalCluster:
         taken = self.processes.keys()
         free = (index for index in itertools.count() if f"{role}-{index}" not in taken)
         specs = [
-            plan.numbered_worker(self.config, role, index, self._worker_parts)
+            command_lines.numbered_worker(self.config, role, index, self._worker_parts)
             for index in itertools.islice(free, num)
         ]
         self._parts().launch(specs)
@@ -223,14 +223,14 @@ class LocalCluster:
         else:
             socket = folder.path / "redis.sock"
             self.redis_url = f"unix://{socket}"
-            self._launch([plan.redis(find_redis_server(), socket)], deadline_s)
+            self._launch([command_lines.redis(find_redis_server(), socket)], deadline_s)
         redis_url = self._secure(folder.path)
         config = self.config
         if folder.disk is not None:
-            tier = f"store.file_tier_dir={plan.quoted(str(folder.disk))}"
+            tier = f"store.file_tier_dir={command_lines.quoted(str(folder.disk))}"
             config = dataclasses.replace(config, overrides=(*config.overrides, tier))
         _check_store_room(self.config, folder.memory)
-        stores = plan.stores(
+        stores = command_lines.stores(
             config,
             redis_url=redis_url,
             sockets=folder.path,
@@ -241,7 +241,7 @@ class LocalCluster:
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
         self.handle_keys_file = folder.path / "handle.keys"
         signing_keys.create(self.handle_keys_file)
-        drafts = plan.drafts(self.config, sockets=folder.path, secured=self.secured)
+        drafts = command_lines.drafts(self.config, sockets=folder.path, secured=self.secured)
         self._launch(drafts, deadline_s)
         self._worker_parts = WorkerSpec(
             redis_url,
@@ -251,10 +251,12 @@ class LocalCluster:
             self.secured,
             tuple(self._fix_address(draft) for draft in drafts),
         )
-        workers = plan.workers(self.config, self._worker_parts)
+        workers = command_lines.workers(self.config, self._worker_parts)
         listen = f"127.0.0.1:{self.config.port}"
-        router = plan.router(self.config, redis_url=redis_url, listen=listen, secured=self.secured)
-        for together in plan.in_turn(self.config, workers, router):
+        router = command_lines.router(
+            self.config, redis_url=redis_url, listen=listen, secured=self.secured
+        )
+        for together in command_lines.in_turn(self.config, workers, router):
             self._launch(together, deadline_s)
         self.address = self._fix_address(router)
         self.http_address = self.processes[router.name].http_address
@@ -264,7 +266,7 @@ class LocalCluster:
     def _start_autoscaler(self, folder: RunFolder, redis_url: str, deadline_s: float) -> None:
         self._scale = ScaleService(self, folder.path / "scale.sock")
         self._scale.start()
-        autoscaler = plan.autoscaler(
+        autoscaler = command_lines.autoscaler(
             self.config,
             redis_url=redis_url,
             sockets=folder.path,
@@ -285,7 +287,7 @@ class LocalCluster:
         certs, api_keys_file = None, ""
         api_key = os.environ.get("BATON_API_KEY", "")  # of a key file that the user named by --set
         if self.config.tls:
-            from baton.certificates import write  # cryptography takes a while to import
+            from baton.development_certificates import write  # cryptography takes a while to import
 
             # The autoscaler may change the role of workers.
             certs = write(folder / "tls", flips=self.config.autoscale)
@@ -307,9 +309,9 @@ class LocalCluster:
         """The address that a part got. It keeps the address when it is started again."""
         info = self.processes[spec.name]
         address = info.address
-        argv = (*spec.argv, "--set", f"listen={plan.quoted(address)}")
+        argv = (*spec.argv, "--set", f"listen={command_lines.quoted(address)}")
         if info.http_address:
-            argv = (*argv, "--set", f"http_listen={plan.quoted(info.http_address)}")
+            argv = (*argv, "--set", f"http_listen={command_lines.quoted(info.http_address)}")
         self._parts().replace_spec(dataclasses.replace(spec, argv=argv))
         return address
 
@@ -354,7 +356,7 @@ class LocalCluster:
 
 
 def _is_wanted(info: ProcessInfo) -> bool:
-    return info.state is not State.RETIRING
+    return info.state is not ProcessState.RETIRING
 
 
 def _make_run_folder(file_tier_dir: str) -> RunFolder:

@@ -1,6 +1,6 @@
 """Starts, watches, restarts and stops child processes, each described by a `ProcessSpec`.
 
-States of a part (`State`):
+States of a part (`ProcessState`):
     STARTING -> READY
     STARTING | READY -> BACKOFF (it died; the first restart comes at once) -> STARTING
     STARTING | READY -> HELD (stopped until `restart`) -> STARTING
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.errors import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ def last_error(child: Child) -> str:
     return lines[-1] if lines else ""
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     """The state of a part; the top of this file shows the transitions."""
 
     STARTING = "starting"
@@ -294,8 +294,8 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
-_ALIVE = (State.STARTING, State.READY)
-_TIMED = (State.BACKOFF, State.RETIRING)
+_ALIVE = (ProcessState.STARTING, ProcessState.READY)
+_TIMED = (ProcessState.BACKOFF, ProcessState.RETIRING)
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class ProcessInfo:
 
     name: str
     kind: str
-    state: State
+    state: ProcessState
     pid: int
     address: str
     num_restarts: int
@@ -333,12 +333,12 @@ OnEvent = Callable[[ClusterEvent], None]
 
 
 @dataclass(eq=False)
-class Part:
+class SupervisedProcess:
     """A part of the cluster: its current child process and its state."""
 
     spec: ProcessSpec
     child: Child
-    state: State = State.STARTING
+    state: ProcessState = ProcessState.STARTING
     started_s: float = 0.0
     backoff_s: float = 0.0
     """Pause before the part's next restart; the first restart has none."""
@@ -396,7 +396,7 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._listened_s = time.monotonic()
         self._inbox: queue.Queue[LogEvent | Exited | _Command | None] = queue.Queue()
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, SupervisedProcess] = {}
         self._changed = threading.Condition()
         self._failure: ClusterError | None = None
         self._keep_up = False
@@ -512,7 +512,7 @@ class Supervisor:
         self.kill_all()
         for part in self._parts.values():
             part.child.wait(self._stop_timeout_s)
-            part.state = State.STOPPED
+            part.state = ProcessState.STOPPED
 
     def kill_all(self) -> None:
         """SIGKILL every part. It only sends signals, so a signal handler may call it."""
@@ -532,7 +532,7 @@ class Supervisor:
             raise ClusterError("the supervisor of the local cluster does not answer") from None
 
     def _missing(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self._part(name).state is not State.READY]
+        return [name for name in names if self._part(name).state is not ProcessState.READY]
 
     # In the supervisor's thread
 
@@ -591,12 +591,12 @@ class Supervisor:
         with self._changed:
             for part in self._parts.values():
                 has_beaten = part.child.has_beaten()
-                if has_beaten or part.state is not State.READY or not self._keep_up:
+                if has_beaten or part.state is not ProcessState.READY or not self._keep_up:
                     part.silent_s = 0.0
                 else:
                     self._note_silence(part, min(passed_s, 2 * _LISTEN_S))
 
-    def _note_silence(self, part: Part, more_s: float) -> None:
+    def _note_silence(self, part: SupervisedProcess, more_s: float) -> None:
         before_s, part.silent_s = part.silent_s, part.silent_s + more_s
         most_s = self._max_silence_s
         if before_s < _SAY_SILENT_S <= part.silent_s:
@@ -612,7 +612,7 @@ class Supervisor:
         part = self._parts.get(item.child.spec.name)
         if part is None or part.child is not item.child:
             return  # a message of an earlier life
-        if part.state is State.RETIRING and isinstance(item, Exited):
+        if part.state is ProcessState.RETIRING and isinstance(item, Exited):
             self._retired(part)
         if part.state not in _ALIVE:
             return  # its end was handled
@@ -623,7 +623,7 @@ class Supervisor:
             part.child.metrics_address = str(item.fields.get("metrics", ""))
             part.child.http_address = str(item.fields.get("http", ""))
             part.child.incarnation = str(item.fields.get("incarnation", ""))
-            part.state = State.READY
+            part.state = ProcessState.READY
             self._show(part, "ready", part.child.address)
         elif item.event == "role_changed":
             part.child.incarnation = str(item.fields.get("incarnation", ""))
@@ -637,9 +637,9 @@ class Supervisor:
             if part.state in _ALIVE and part.child.exit_code is not None:
                 self._died(part, part.child.exit_code)
 
-    def _died(self, part: Part, exit_code: int) -> None:
+    def _died(self, part: SupervisedProcess, exit_code: int) -> None:
         if self._stopping:
-            part.state = State.STOPPED
+            part.state = ProcessState.STOPPED
             return
         if not self._keep_up:
             part.child.close()  # its last output is the error, and may not have been read yet
@@ -647,7 +647,7 @@ class Supervisor:
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         self._show(part, "died", f"{how}; {reason}" if reason else how)
         if not self._keep_up:
-            part.state = State.STOPPED
+            part.state = ProcessState.STOPPED
             if self._failure is None:
                 self._failure = ClusterError(
                     reason or f"{part.spec.name} ended at its start ({how}); {part.last_line}"
@@ -655,10 +655,10 @@ class Supervisor:
             return
         self._back_off(part)
 
-    def _back_off(self, part: Part) -> None:
+    def _back_off(self, part: SupervisedProcess) -> None:
         if time.monotonic() - part.started_s > _HEALTHY_AFTER_S:
             part.backoff_s = 0.0
-        part.state = State.BACKOFF
+        part.state = ProcessState.BACKOFF
         part.due_s = time.monotonic() + part.backoff_s
         part.backoff_s = min(_MAX_BACKOFF_S, part.backoff_s * 2 or _FIRST_BACKOFF_S)
 
@@ -666,17 +666,17 @@ class Supervisor:
         with self._changed:
             now = time.monotonic()
             for part in self._parts.values():
-                if part.state is State.BACKOFF and part.due_s <= now and not self._stopping:
+                if part.state is ProcessState.BACKOFF and part.due_s <= now and not self._stopping:
                     self._again(part)
-                if part.state is State.RETIRING and part.due_s <= now:
+                if part.state is ProcessState.RETIRING and part.due_s <= now:
                     part.child.signal(signal.SIGKILL)
                     part.due_s = math.inf  # an Exited message follows
             self._changed.notify_all()
 
-    def _retire(self, part: Part, within_s: float) -> None:
-        if part.state is State.RETIRING:
+    def _retire(self, part: SupervisedProcess, within_s: float) -> None:
+        if part.state is ProcessState.RETIRING:
             return
-        part.state = State.RETIRING
+        part.state = ProcessState.RETIRING
         part.due_s = time.monotonic() + within_s
         if part.child.exit_code is not None:  # it waits for a restart
             self._retired(part)
@@ -684,22 +684,22 @@ class Supervisor:
         self._show(part, "retiring")
         part.child.signal(signal.SIGTERM)
 
-    def _retired(self, part: Part) -> None:
+    def _retired(self, part: SupervisedProcess) -> None:
         part.child.close()
         del self._parts[part.spec.name]
         self._show(part, "stopped", "for good")
 
     def _begin(self, spec: ProcessSpec) -> None:
-        part = Part(spec, self._child(spec))
+        part = SupervisedProcess(spec, self._child(spec))
         self._spawn(part)
         self._parts[spec.name] = part
         self._show(part, "starting")
 
-    def _again(self, part: Part) -> None:
+    def _again(self, part: SupervisedProcess) -> None:
         part.child.close()
         part.silent_s = 0.0
         part.child = self._child(part.spec)
-        part.state = State.STARTING
+        part.state = ProcessState.STARTING
         part.num_restarts += 1
         self._show(part, "restarting")
         try:
@@ -708,7 +708,7 @@ class Supervisor:
             self._show(part, "died", str(error))
             self._back_off(part)
 
-    def _spawn(self, part: Part) -> None:
+    def _spawn(self, part: SupervisedProcess) -> None:
         part.started_s = time.monotonic()
         try:
             part.child.start()
@@ -718,16 +718,16 @@ class Supervisor:
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._log_dir / f"{spec.name}.log", self._inbox.put)
 
-    def _end(self, name: str, number: signal.Signals) -> Part:
+    def _end(self, name: str, number: signal.Signals) -> SupervisedProcess:
         part = self._part(name)
         if part.state in _ALIVE:
             part.child.signal(number)
             self._await_end(part, time.monotonic() + part.spec.drain_s + self._stop_timeout_s)
             self._show(part, "stopped", f"by {number.name}, on purpose")
-        part.state = State.HELD
+        part.state = ProcessState.HELD
         return part
 
-    def _await_end(self, part: Part, deadline_s: float) -> None:
+    def _await_end(self, part: SupervisedProcess, deadline_s: float) -> None:
         """Wait for a part that got SIGTERM; at the deadline it gets SIGKILL."""
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
@@ -737,21 +737,21 @@ class Supervisor:
         for kinds in order:
             group = [part for part in self._parts.values() if part.spec.kind in kinds]
             for part in group:
-                if part.state is not State.RETIRING:  # a second SIGTERM would end it at once
+                if part.state is not ProcessState.RETIRING:  # a second SIGTERM would end it at once
                     part.child.signal(signal.SIGTERM)
             now_s = time.monotonic()
             for part in group:
                 self._await_end(part, now_s + part.spec.drain_s + self._stop_timeout_s)
-                part.state = State.STOPPED
+                part.state = ProcessState.STOPPED
                 part.child.close()
                 self._show(part, "stopped")
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> SupervisedProcess:
         if name not in self._parts:
             raise ClusterError(f"no part '{name}'; there are {', '.join(self._parts)}")
         return self._parts[name]
 
-    def _show(self, part: Part, what: str, detail: str = "") -> None:
+    def _show(self, part: SupervisedProcess, what: str, detail: str = "") -> None:
         self._tell(ClusterEvent(part.spec.name, what, detail))
 
     def _tell(self, event: ClusterEvent) -> None:

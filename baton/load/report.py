@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from baton.load.runner import Outcome
+from baton.load.runner import RequestOutcome
 from process.errors import InvalidArgument
 from process.latency_summary import LatencySummary
 
@@ -49,7 +49,7 @@ class Limits:
             limits[names[name]] = value
         return cls(**limits)
 
-    def keeps(self, outcome: Outcome) -> bool:
+    def keeps(self, outcome: RequestOutcome) -> bool:
         """Whether the request was served within all limits."""
         bounds = (
             (self.ttft_ms, outcome.ttft_s),
@@ -62,7 +62,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedRequests:
     """The requests that failed with one kind of error."""
 
     kind: str
@@ -78,7 +78,7 @@ class Report:
 
     num_requests: int
     num_served: int
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedRequests, ...]
     """Failed requests by kind of error, the most frequent first."""
     seconds: float
     requests_per_s: float
@@ -103,7 +103,7 @@ class Report:
     """Mean time by stage of served requests, as the router accounts for it."""
 
 
-def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
+def report(outcomes: Sequence[RequestOutcome], limits: Limits) -> Report:
     """Compute the figures of a load with at least one outcome."""
     served = [outcome for outcome in outcomes if outcome.is_served]
     seconds = max(max(outcome.end_s for outcome in outcomes), 1e-9)
@@ -135,15 +135,15 @@ def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
     )
 
 
-def _failures(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
+def _failures(failed: Sequence[RequestOutcome]) -> tuple[FailedRequests, ...]:
     examples: dict[str, str] = {}
     for outcome in failed:
         examples.setdefault(outcome.error, outcome.error_text)
     nums = Counter(outcome.error for outcome in failed)
-    return tuple(Failure(kind, num, examples[kind]) for kind, num in nums.most_common())
+    return tuple(FailedRequests(kind, num, examples[kind]) for kind, num in nums.most_common())
 
 
-def _stages(served: Sequence[Outcome]) -> dict[str, float]:
+def _stages(served: Sequence[RequestOutcome]) -> dict[str, float]:
     sums: dict[str, float] = {}
     accounted = [outcome for outcome in served if outcome.stages]
     for outcome in accounted:

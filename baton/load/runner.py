@@ -24,22 +24,22 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Arrival:
+class MessageArrival:
     """The tokens of an answer that arrived in one message."""
 
     at_s: float
-    """Time of the arrival in seconds since the load began, as all times of an `Outcome`."""
+    """Time of the arrival in seconds since the load began, as all times of an `RequestOutcome`."""
     num_tokens: int
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of one request, as its sender saw it."""
 
     planned_s: float
     sent_s: float
     end_s: float
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[MessageArrival, ...] = ()
     """The messages of the answer that had tokens, in order."""
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
@@ -97,12 +97,11 @@ async def run(
     timeout_s: float,
     max_concurrency: int | None = None,
     on_progress: OnProgress | None = None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send all requests of `load`, each at its time.
 
     Args: timeout_s: limit of each request, from its sending. max_concurrency: at most this many are
-        in flight; the others wait, which closes the loop and shows as `Outcome.lag_s`. None: no
-        limit.
+        in flight; the others wait, which closes the loop and shows as `lag_s`. None: no limit.
     Returns: outcomes in the order of `load`.
     """
     if max_concurrency is not None and max_concurrency < 1:
@@ -137,7 +136,7 @@ class _Run:
         """Seconds since the load began."""
         return time.monotonic() - self._begin_s
 
-    async def one(self, planned: Planned) -> Outcome:
+    async def one(self, planned: Planned) -> RequestOutcome:
         """Send one request, and wait for its end."""
         self._num_sent += 1
         self._report()
@@ -171,22 +170,22 @@ class _Reading:
     def __init__(self, planned: Planned, sent_s: float) -> None:
         self._planned = planned
         self._sent_s = sent_s
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[MessageArrival] = []
         self._num_cached = 0
         self._num_output: int | None = None
         self._stages: tuple[tuple[str, float], ...] = ()
 
     def take(self, update: Update, at_s: float) -> None:
         if update.num_tokens:
-            self._arrivals.append(Arrival(at_s, update.num_tokens))
+            self._arrivals.append(MessageArrival(at_s, update.num_tokens))
         if update.num_cached_tokens is not None:
             self._num_cached = update.num_cached_tokens
         if update.num_output_tokens is not None:
             self._num_output = update.num_output_tokens
         self._stages = update.stages or self._stages
 
-    def outcome(self, end_s: float, error: errors.BatonError | None) -> Outcome:
-        return Outcome(
+    def outcome(self, end_s: float, error: errors.BatonError | None) -> RequestOutcome:
+        return RequestOutcome(
             planned_s=self._planned.at_s,
             sent_s=self._sent_s,
             end_s=end_s,
@@ -199,7 +198,7 @@ class _Reading:
             stages=self._stages,
         )
 
-    def _settled(self) -> tuple[Arrival, ...]:
+    def _settled(self) -> tuple[MessageArrival, ...]:
         """The arrivals, with counts that sum to the server's own count of output tokens.
 
         The OpenAI API does not say how many tokens a chunk has. What is missing is spread evenly
@@ -212,6 +211,6 @@ class _Reading:
         each, more = divmod(missing, len(arrivals))
         first_with_more = len(arrivals) - more
         return tuple(
-            Arrival(arrival.at_s, arrival.num_tokens + each + (index >= first_with_more))
+            MessageArrival(arrival.at_s, arrival.num_tokens + each + (index >= first_with_more))
             for index, arrival in enumerate(arrivals)
         )

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from baton.preflight.cluster import Cluster, Node, Taint
-from baton.preflight.needs import Amounts, Needs, PodNeed, format_amount, total
+from baton.preflight.chart_needs import Amounts, Needs, PodNeed, format_amount, total
+from baton.preflight.cluster import KubernetesFacts, Node, Taint
 
 OLDEST = (1, 29)
 """The first version of Kubernetes that has sidecars (init containers that restart) by default."""
@@ -68,7 +68,7 @@ class Finding:
     """Advice to the user on what to do about it; empty: nothing needs to be done."""
 
 
-def all_of(needs: Needs, cluster: Cluster) -> tuple[Finding, ...]:
+def all_of(needs: Needs, cluster: KubernetesFacts) -> tuple[Finding, ...]:
     """Run every check. Returns: the findings, good ones included, in the order in which to fix
     them."""
     return (
@@ -84,7 +84,7 @@ def all_of(needs: Needs, cluster: Cluster) -> tuple[Finding, ...]:
     )
 
 
-def version(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def version(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether Kubernetes is new enough for what these pods use."""
     oldest, what = (1, 25), "these pods"
     if any(_has_sidecar(pod) for pod in needs.pods):
@@ -106,7 +106,7 @@ def _has_sidecar(pod: PodNeed) -> bool:
     return any(each.get("restartPolicy") == "Always" for each in first)
 
 
-def kinds(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def kinds(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether the API server knows all kinds of the objects."""
     unknown = [kind for kind in needs.kinds if cluster.resources.get(kind) is None]
     for kind in unknown:
@@ -118,7 +118,7 @@ def kinds(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
         yield Finding("kinds", Status.OK, f"all {len(needs.kinds)} kinds of objects are known")
 
 
-def permissions(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def permissions(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether this user may make these objects."""
     denied = sorted(asked for asked, may in cluster.allowed.items() if not may)
     by_verb: dict[str, list[str]] = defaultdict(list)
@@ -136,7 +136,7 @@ def permissions(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
         yield Finding("permissions", Status.OK, f"all {len(cluster.allowed)} that are needed")
 
 
-def security(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def security(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether the namespace's Pod Security level lets the pods in."""
     labels = cluster.namespace_labels
     if labels is None:
@@ -169,7 +169,7 @@ def _all_fit(needs: Needs, level: str) -> bool:
     return not any(breaks(pod, level) for pod in needs.pods)
 
 
-def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def references(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether the objects exist that pods refer to and the chart does not create."""
     num_known = 0
     for wanted in needs.references:
@@ -205,7 +205,7 @@ def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
         yield Finding("references", Status.OK, what)
 
 
-def devices(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def devices(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether nodes offer the devices that pods ask for."""
     names = sorted({name for pod in needs.pods for name in pod.requests if "/" in name})
     if cluster.nodes is None:
@@ -219,7 +219,7 @@ def devices(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
             yield Finding("devices", Status.FAIL, f"no node offers {name}", fix)
 
 
-def room(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def room(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether all pods find a node with room."""
     if cluster.nodes is None:
         yield Finding(
@@ -266,7 +266,7 @@ def _room_to_update(pods: Sequence[PodNeed], nodes: Sequence[Node]) -> Iterator[
             )
 
 
-def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def metrics(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether the cluster serves the metrics APIs that the HorizontalPodAutoscalers ask."""
     asked: dict[str, str] = {}
     for each in needs.objects:
@@ -283,7 +283,7 @@ def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
             yield Finding("metrics", Status.FAIL, what, f"{fix}, or set scaling.by=autoscaler")
 
 
-def images(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
+def images(needs: Needs, cluster: KubernetesFacts) -> Iterator[Finding]:
     """Check whether the images are on the nodes, or can be pulled."""
     names = dict.fromkeys(image for pod in needs.pods for image in pod.images)
     absent = []

@@ -1,8 +1,9 @@
-"""The facts of a Kubernetes cluster, as one user may see it: `Cluster`, made by a `Reader`.
+"""The facts of a Kubernetes cluster, as one user may see it: a `KubernetesReader` makes
+`KubernetesFacts`.
 
 The reader uses the official client (`baton[kubernetes]`, imported when it is needed: that takes a
 second) and changes nothing there. Each call is bounded in time. What the user may not look at is
-left out of the `Cluster`, so that the checks can say so; only a cluster that does not answer is an
+left out of the facts, so that the checks can say so; only a cluster that does not answer is an
 error. Blocking.
 """
 
@@ -13,7 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.preflight.needs import Kind, Needs, PodNeed, PreflightError, parse_quantities, total
+from baton.preflight.chart_needs import (
+    Kind,
+    Needs,
+    PodNeed,
+    PreflightError,
+    parse_quantities,
+    total,
+)
 from process import kubernetes_config
 from process.settings import SettingsError
 
@@ -68,7 +76,7 @@ class Resource:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KubernetesFacts:
     """The facts of a Kubernetes cluster that the checks use."""
 
     version: tuple[int, int]
@@ -104,7 +112,7 @@ class Cluster:
     that the user may not look at is left out."""
 
 
-class Reader:
+class KubernetesReader:
     """Reads the facts of a Kubernetes cluster as one user."""
 
     def __init__(self, api: Any, namespace: str) -> None:
@@ -125,7 +133,7 @@ class Reader:
         major, minor = (re.sub(r"\D.*", "", str(body[key])) for key in ("major", "minor"))
         return int(major), int(minor)
 
-    def look(self, needs: Needs) -> Cluster:
+    def look(self, needs: Needs) -> KubernetesFacts:
         """Read the facts that the checks use. Raises: PreflightError without an answer."""
         resources = {kind: self._resource(kind) for kind in needs.kinds}
         labels, is_known = self._namespace()
@@ -136,7 +144,7 @@ class Reader:
             if resource is not None
         }
         asked.add(("create", "", "secrets"))  # where helm keeps its releases
-        return Cluster(
+        return KubernetesFacts(
             version=self.version(),
             namespace=self.namespace,
             namespace_labels=labels,
@@ -292,7 +300,7 @@ def _node(body: Mapping[str, Any], requested: Mapping[str, float]) -> Node:
     )
 
 
-def connect(context: str, namespace: str) -> Reader:
+def connect(context: str, namespace: str) -> KubernetesReader:
     """Connect to a Kubernetes cluster as the user's kubeconfig says, or in a pod without one as its
     service account. Returns: a reader.
 
@@ -305,4 +313,4 @@ def connect(context: str, namespace: str) -> Reader:
         raise PreflightError(f"no cluster is configured: {error}") from None
     from kubernetes import client
 
-    return Reader(client.ApiClient(settings), namespace or own_namespace or "default")
+    return KubernetesReader(client.ApiClient(settings), namespace or own_namespace or "default")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, next_number
+from baton_kernels.decode_step_rows import HEADER_WORDS, NUM_BUFFERS, next_number
 from numpy.typing import NDArray
 
 from engine.decoder.graph_set import Captured, capture_all

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from baton_kernels.decode_step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 from baton_kernels.lora import TILE_ROWS, LoraRows, most_tiles
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
-from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import DecodeInputs
 from engine.decoder.rows import Image, Words
-from engine.sampling.copies import bring
+from engine.sampling.host_device_copies import bring
 
 Decode = Callable[[DecodeInputs], torch.Tensor]
 """Computes logits [B, V] of a step of one token per row, and writes the tokens' KV."""
@@ -187,7 +187,7 @@ def width_buckets(
     return [*buckets, table_width]
 
 
-class Bucket(NamedTuple):
+class GraphShape(NamedTuple):
     """The shape that one graph is captured for."""
 
     num_rows: int
@@ -220,10 +220,10 @@ class DecodeGraphs:
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs)
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[GraphShape]:
         """Return all shapes, from large to small."""
         return [
-            Bucket(num_rows, width, needs, has_adapters)
+            GraphShape(num_rows, width, needs, has_adapters)
             for width in reversed(self._width_buckets)
             for num_rows in reversed(self._row_buckets)
             for needs in _NEEDS
@@ -235,7 +235,7 @@ class DecodeGraphs:
         """Number of graphs that `capture` makes."""
         return len(self.buckets)
 
-    def _compute(self, bucket: Bucket) -> None:
+    def _compute(self, bucket: GraphShape) -> None:
         self._step.compute(*bucket)
 
     @torch.inference_mode()
@@ -256,7 +256,7 @@ class DecodeGraphs:
         """Compute the step on the current stream, with the smallest shape for these numbers of rows
         and blocks."""
         self._graphs.run(
-            Bucket(
+            GraphShape(
                 next(size for size in self._row_buckets if size >= num_rows),
                 next(width for width in self._width_buckets if width >= num_blocks),
                 "greedy" if needs == "greedy" else "truncated",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from baton_kernels.lora import LoraRows
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.int32_arrays import int32s, table_of
 from engine.decoder.tree_inputs import TreeInputs, as_lines, cut_trunks, tree_parts
 
@@ -244,7 +244,7 @@ def _column(values: Iterable[int]) -> npt.NDArray[np.int32]:
     return np.fromiter(values, dtype=np.int32)
 
 
-def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
+def _table(spans: Sequence[TokenSpan]) -> npt.NDArray[np.int32]:
     """Build the block table [B, n], with 0 after a span's last block. It is wide enough for a
     warm-up's tokens, whose entries kernels read."""
     width = max((len(span.block_ids) or span.num_tokens for span in spans), default=0)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from baton_kernels.step_rows import NUM_BUFFERS
+from baton_kernels.decode_step_rows import NUM_BUFFERS
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import fill_drawn
 from engine.errors import IntegrityError
 from engine.models.interface import DRAWN_BEFORE, MixedRow
@@ -86,7 +86,7 @@ def begin_mixed(
     Raises: IntegrityError for a row whose token was not sampled by the launch before.
     """
     token_ids: list[int] = []
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     draw_indices: list[int] = []
     is_taking = False
     for row in rows:
@@ -97,7 +97,7 @@ def begin_mixed(
             is_taking = True
         else:
             token_ids += row.token_ids
-        spans.append(Span(row.position, row.num_tokens, row.block_ids))
+        spans.append(TokenSpan(row.position, row.num_tokens, row.block_ids))
         if row.draw is not None:
             draw_indices.append(len(token_ids) - 1)
     batch = Batch(tuple(token_ids), tuple(spans), tuple(draw_indices))

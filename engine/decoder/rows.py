@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 from baton_kernels import noise
+from baton_kernels.decode_step_rows import HEADER_WORDS, ImageLayout
 from baton_kernels.lora import NO_SLOT, TILE_ROWS, most_tiles, tiles_of
 from baton_kernels.sampling import Needs
-from baton_kernels.step_rows import HEADER_WORDS, ImageLayout
 from numpy.typing import NDArray
 
 from engine.errors import IntegrityError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs, fill_drawn
 from engine.decoder.int32_arrays import int32s, table_of
@@ -245,7 +245,7 @@ class StepGraphs:
         self._logits[: len(logits)].copy_(logits)
 
 
-def _put_singles(parts: Parts, singles: Sequence[Span]) -> None:
+def _put_singles(parts: Parts, singles: Sequence[TokenSpan]) -> None:
     starts = [span.start for span in singles]
     parts["positions"][: len(singles)] = starts
     parts["sequence_ids"][: len(singles)] = range(len(singles))
@@ -254,7 +254,7 @@ def _put_singles(parts: Parts, singles: Sequence[Span]) -> None:
 
 
 def _put_chunks(
-    parts: Parts, chunks: Sequence[Span], token_ids: NDArray[np.int32], first_row: int
+    parts: Parts, chunks: Sequence[TokenSpan], token_ids: NDArray[np.int32], first_row: int
 ) -> None:
     """Write the rows of chunks, from `first_row` on, and their sequences. Missing chunks begin and
     end after the last one."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 
 _NODE_STEP = 16
 """Multiple to which rows of `visible` are padded, so that kernels compiled for one stride serve
@@ -67,7 +67,7 @@ class Topology(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def topology(num_tokens: int, branches: tuple[int, ...]) -> Topology:
-    """Return the topology of a span (`Span.branches`). It is cached and must not be changed."""
+    """Return the topology of a span (`TokenSpan.branches`): cached, it must not be changed."""
     trunk = num_tokens - len(branches)
     depths = np.arange(num_tokens, dtype=np.int32)
     visible = np.tri(num_tokens, dtype=np.bool_)
@@ -84,7 +84,7 @@ def cut_trunks(batch: Batch) -> Batch:
     follow; the tokens before it become a chunk. A single path is a chunk, too."""
     if not any(span.branches for span in batch.spans):
         return batch
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for span in batch.spans:
         trunk = span.num_tokens - len(span.branches)
         if not span.is_tree:
@@ -103,7 +103,7 @@ def width_of(max_num_nodes: int) -> int:
     return -(-max_num_nodes // _NODE_STEP) * _NODE_STEP
 
 
-def tree_parts(spans: Sequence[Span]) -> dict[str, NDArray[np.int32]]:
+def tree_parts(spans: Sequence[TokenSpan]) -> dict[str, NDArray[np.int32]]:
     """Build the tensors of TreeInputs as int32 arrays by name; `visible` as bytes, four to an
     int32.
 
@@ -124,7 +124,9 @@ def tree_parts(spans: Sequence[Span]) -> dict[str, NDArray[np.int32]]:
     }
 
 
-def put_nodes(spans: Sequence[Span], depths: NDArray[np.int32], visible: NDArray[np.bool_]) -> None:
+def put_nodes(
+    spans: Sequence[TokenSpan], depths: NDArray[np.int32], visible: NDArray[np.bool_]
+) -> None:
     """Fill the first rows of `depths` [N] and `visible` [N, W], which must be False at first."""
     row = 0
     for span in spans:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.int32_arrays import table_of
 from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
@@ -143,7 +143,7 @@ class TreeWords:
                 own.tables[index, : len(span.block_ids)] = table_of(span.block_ids)
                 own.block_ids[index] = span.block_ids
 
-    def _put_form(self, shape: TreeShape, spans: Sequence[Span]) -> _Form:
+    def _put_form(self, shape: TreeShape, spans: Sequence[TokenSpan]) -> _Form:
         """Write the words that steps of this form share into zeroed words."""
         words = self.pinned.words.numpy()
         parts = {name: words[part] for name, part in self.layouts[shape].parts.items()}

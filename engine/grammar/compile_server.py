@@ -38,7 +38,7 @@ from engine.errors import InvalidRequest
 from engine.grammar import json_schema
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly, refuse
-from engine.grammar.source import of_schema, source
+from engine.grammar.llguidance_source import of_schema, source
 from engine.grammar.vocabulary import GrammarTokenizer
 from engine.request import GrammarKind, GrammarSpec
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
 
 from engine.errors import InvalidRequest
-from engine.grammar import costs
+from engine.grammar import cost_limits
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import refuse
 from engine.grammar.formats import BOUNDS, PATTERNS
@@ -100,7 +100,7 @@ def read(text: str) -> object:
     much."""
     try:
         schema = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_no_constant)
-        costs.check_schema(schema)
+        cost_limits.check_schema(schema)
         return schema
     except RecursionError:
         raise refuse("the schema is no JSON: nested too deep") from None
@@ -591,7 +591,7 @@ class Lowering:
         of their own."""
         if not isinstance(pattern, str):
             self._refuse(path, "a string is needed")
-        costs.check_pattern(pattern)
+        cost_limits.check_pattern(pattern)
         pattern = _KNOWN_PATTERNS.get(pattern, pattern)
         is_anchored = pattern.startswith("^")
         rest = pattern[is_anchored:]

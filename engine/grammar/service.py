@@ -37,8 +37,8 @@ from engine.grammar.compile_server import FIRST, NICENESS
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarBusy, GrammarFailed
-from engine.grammar.fill import MaskFiller
-from engine.grammar.source import check_size
+from engine.grammar.llguidance_source import check_size
+from engine.grammar.mask_filler import MaskFiller
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import GrammarTokenizer
 from engine.request import GrammarSpec

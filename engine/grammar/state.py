@@ -11,8 +11,8 @@ The library bounds the work of every call (GrammarLimits). A call that reaches a
 state (`error`), which fails its own request only. States of one CompiledGrammar share cached lexer
 states under one lock, and the library holds Python's lock while it waits for that one. So while a
 mask of the grammar is being filled, none of its states may be used (`is_busy`;
-engine/grammar/fill.py). Engine thread, and a fill thread from MaskFiller.submit until the state
-`has_mask`.
+engine/grammar/mask_filler.py). Engine thread, and a fill thread from MaskFiller.submit until the
+state `has_mask`.
 """
 
 from __future__ import annotations

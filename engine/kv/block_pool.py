@@ -46,7 +46,7 @@ fragmented."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenBlocks:
     """Blocks that `BlockPool.take` referenced. `evicted` are those of them that were cached: the
     prefix cache must forget their hashes before anything else."""
 
@@ -133,7 +133,7 @@ class BlockPool:
         """Return the ids of all cached blocks."""
         return set(compress(range(self.num_blocks), map(_NOT_CACHED.__ne__, self._parents)))
 
-    def take(self, num_blocks: int) -> Taken:
+    def take(self, num_blocks: int) -> TakenBlocks:
         """Reference `num_blocks` blocks once each: free ones first, adjacent ones preferred, then
         the least recently used evictable ones.
 
@@ -152,7 +152,7 @@ class BlockPool:
         num_references = self._num_references
         for block_id in block_ids:
             num_references[block_id] = 1
-        return Taken(tuple(block_ids), tuple(evicted))
+        return TakenBlocks(tuple(block_ids), tuple(evicted))
 
     # -- references and holds
 

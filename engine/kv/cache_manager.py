@@ -22,14 +22,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Values
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
-from engine.group import Group
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.kv.prefix_cache import PrefixCache
 from engine.outputs import FilledBlock
 from engine.parking import Blocks
-from engine.request import STARTED, WITHOUT_BLOCKS, State
+from engine.request import STARTED, WITHOUT_BLOCKS, RequestState
 from engine.sequence import HOLE, Sequence
+from engine.sequence_group import Group
 
 
 class KVCacheManager:
@@ -376,7 +376,7 @@ class KVCacheManager:
         """Hold blocks of one request that a transfer may still touch (see LLMEngine.quarantine); a
         reserved request loses them and has HOLE in their place. Raises: WrongState for a block
         that is not the request's own or is named twice; no block is held then."""
-        is_reserved = group.state is State.RESERVED
+        is_reserved = group.state is RequestState.RESERVED
         sequence = next(iter(group.samples.values()))
         first = sequence.num_local_tokens // self.block_size if is_reserved else 0
         own = {block_id: first + i for i, block_id in enumerate(sequence.block_ids[first:])}
@@ -514,7 +514,10 @@ class KVCacheManager:
                 raise IntegrityError(f"{name} keeps blocks that it was not promised")
             return
         sequence = next(iter(group.samples.values()))
-        if sequence.state in WITHOUT_BLOCKS | {State.RESERVED, State.WAITING_FOR_GRAMMAR}:
+        if sequence.state in WITHOUT_BLOCKS | {
+            RequestState.RESERVED,
+            RequestState.WAITING_FOR_GRAMMAR,
+        }:
             return  # no blocks yet, or with holes
         num_rows = len(group.samples) if group.is_forked else group.num_rows
         num_promised = num_rows * group.num_own_blocks
@@ -542,7 +545,10 @@ class KVCacheManager:
 
 def _check_sequence(sequence: Sequence, block_size: int) -> None:
     name, state = f"{sequence.request.request_id}/{sequence.sample_index}", sequence.state
-    if state not in (State.RESERVED, State.WAITING_FOR_GRAMMAR) and HOLE in sequence.block_ids:
+    if (
+        state not in (RequestState.RESERVED, RequestState.WAITING_FOR_GRAMMAR)
+        and HOLE in sequence.block_ids
+    ):
         raise IntegrityError(f"{name} is {state.value} and misses a block")
     if state in WITHOUT_BLOCKS and sequence.block_ids:
         raise IntegrityError(f"{name} is {state.value} and has blocks")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from baton_kernels.block_rows import BlockRows
+from baton_kernels.paged_kv import BlockRows
 
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, Section
@@ -77,7 +77,7 @@ class LayerView:
         )
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """A range of bytes that is contiguous both in a whole block and in a rank's part of it."""
 
     block_offset: int
@@ -85,14 +85,14 @@ class Run(NamedTuple):
     num_bytes: int
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """The place of one rank's part of every block, as this process addresses it: block b begins at
     address + b * record_bytes."""
 
     device_id: int
     address: int
     record_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
 
 
 class KvMemory:
@@ -125,7 +125,7 @@ class KvMemory:
     ) -> None:
         self.layout = layout
         self.record = record = record or layout
-        self.parts: tuple[Part, ...] = ()
+        self.parts: tuple[RankPart, ...] = ()
         self.num_blocks = num_blocks
         self.device = device
         shape = (num_blocks, *record.block_shape)

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from baton_kernels import block_rows, reference
+from baton_kernels import attention_reference, paged_kv
 from baton_kernels.attention import decode_attention
-from baton_kernels.quantize import dequantize, quantize, scale_for
+from baton_kernels.kv_quantization import dequantize, quantize, scale_for
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout
 from engine.kv.memory import HeadRows, KvMemory, LayerView
 from engine.layers.torch_attention import (
@@ -133,7 +133,9 @@ class DraftBlockVersions:
         block's first.
     """
 
-    def __init__(self, span: Span, size: int, first_computed: int, device: torch.device) -> None:
+    def __init__(
+        self, span: TokenSpan, size: int, first_computed: int, device: torch.device
+    ) -> None:
         self.num_nodes = len(span.branches)
         self._device = device
         parents = span.branches
@@ -197,7 +199,7 @@ class _Chunk:
     """A span of several tokens, or one without blocks."""
 
     first: int
-    span: Span
+    span: TokenSpan
     start: int
     """Position from which KV is unquantized: that of the first token's block."""
     num_full: int
@@ -250,7 +252,7 @@ class QuantizedAttention:
         self._tail_views = self._tails.memory.layer_views()  # after all were opened
 
     def _place(self, batch: Batch) -> None:
-        singles: dict[int, list[tuple[int, Span]]] = {}
+        singles: dict[int, list[tuple[int, TokenSpan]]] = {}
         first = 0
         for span in batch.spans:
             if span.num_tokens == 1 and span.block_ids:
@@ -284,7 +286,7 @@ class QuantizedAttention:
         """Return the tail slot of a block for a token at `offset` in it; opens one for offset 0."""
         return self._tails.slot(block_id) if offset else self._tails.open(block_id)
 
-    def _chunk(self, first: int, span: Span) -> _Chunk:
+    def _chunk(self, first: int, span: TokenSpan) -> _Chunk:
         if not span.block_ids:  # a warm-up: nothing is stored
             return _Chunk(first, span, 0, 0, None, None)
         size, num_nodes = self._layout.block_size, len(span.branches)
@@ -330,9 +332,9 @@ class QuantizedAttention:
             keys, values = self._group_kv(group, layer, key, value)
             mask = group.masks.get(window)
             if mask is None:
-                mask = reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
+                mask = attention_reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
                 group.masks[window] = mask
-            out[group.places] = reference.attend_one(
+            out[group.places] = attention_reference.attend_one(
                 picked, keys, values, mask, scaling, softcap, sinks
             )
         for chunk in self._chunks:
@@ -342,7 +344,7 @@ class QuantizedAttention:
             if mask is None:
                 mask = self._mask(chunk, keys.shape[1], window, query.dtype)
                 chunk.masks[window] = mask
-            out[part] = reference.attend_chunk(
+            out[part] = attention_reference.attend_chunk(
                 query[:, part], keys, values, mask, scaling, softcap, sinks
             )
         return out
@@ -376,7 +378,7 @@ class QuantizedAttention:
             window=window,
             softcap=softcap,
             sinks=sinks,
-            tails=block_rows.Tails(tail.block_rows(""), tails),
+            tails=paged_kv.Tails(tail.block_rows(""), tails),
         )
 
     def _group_kv(
@@ -491,7 +493,7 @@ class QuantizedAttention:
         blocks, unquantized ones of the same block."""
         size, span, guesses = self._layout.block_size, chunk.span, chunk.guesses
         if not span.block_ids:
-            return reference.chunk_mask(0, span.end, window, dtype, self._device)
+            return attention_reference.chunk_mask(0, span.end, window, dtype, self._device)
         queries = torch.arange(span.start, span.end, device=self._device)[:, None]
         of_guesses: list[torch.Tensor] = []
         if guesses is not None:
@@ -510,7 +512,7 @@ class QuantizedAttention:
         )
         if window is not None:
             visible &= positions > queries - window
-        return reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
+        return attention_reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
 
 
 # -- fixed scales
@@ -572,7 +574,7 @@ def calibrate_scales(
     """
     num_tokens = min(_NUM_CALIBRATION_TOKENS, num_positions or _NUM_CALIBRATION_TOKENS)
     token_ids = tuple((7919 * i + 17) % vocab_size for i in range(num_tokens))
-    batch = Batch(token_ids, (Span(0, num_tokens, ()),), (num_tokens - 1,))
+    batch = Batch(token_ids, (TokenSpan(0, num_tokens, ()),), (num_tokens - 1,))
     memory = KvMemory(layout.raw, 1, device)  # of which nothing is used
     step = TorchPagedAttention(batch, memory.layer_views(), layout.block_size)
     greatest = _Greatest(step, layout.num_layers)

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from baton_kernels import reference
+from baton_kernels import attention_reference
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
 from engine.kv.memory import TORCH_DTYPES, HeadRows, KvMemory, LayerView
 
@@ -181,7 +181,7 @@ class Attend(Protocol):
         Args:
             window: a token attends to itself and window - 1 tokens before it; None: to all before
                 it.
-            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            softcap, sinks: as in baton_kernels.attention_reference.attend_capped; sinks is [H].
             is_latent: `value` is the first columns of `key`, and is not stored separately.
         """
         ...
@@ -196,7 +196,7 @@ class _Group:
     """Short spans with about the same number of blocks and of tokens, padded to the largest: B
     spans of n rows each."""
 
-    spans: list[Span]
+    spans: list[TokenSpan]
     num_rows: int  # n
     places: torch.Tensor  # [B * n] of each row in the batch; of padding, the span's last token's
     own_rows: torch.Tensor | None  # which of the B * n are no padding; None: all
@@ -216,7 +216,7 @@ class _Chunk:
     """A span of many tokens, or one without blocks."""
 
     first: int
-    span: Span
+    span: TokenSpan
     table: torch.Tensor | None  # [1, n] block ids; None: all it attends to is in the batch
     gather_ids: Rows = field(default_factory=dict)  # [1, K, n]
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class TorchPagedAttention:
         self._place(batch)
 
     def _place(self, batch: Batch) -> None:
-        short: dict[tuple[int, int], list[tuple[int, Span]]] = {}
+        short: dict[tuple[int, int], list[tuple[int, TokenSpan]]] = {}
         block_ids: list[int] = []
         slots: list[int] = []
         first = 0
@@ -274,7 +274,7 @@ class TorchPagedAttention:
             self._new_blocks = torch.tensor(block_ids, device=self._device)
             self._new_slots = torch.tensor(slots, device=self._device)
 
-    def _group(self, members: list[tuple[int, Span]]) -> _Group:
+    def _group(self, members: list[tuple[int, TokenSpan]]) -> _Group:
         """Build a group of spans, each given with its index in the batch."""
         spans = [span for _, span in members]
         counts = np.array([span.num_tokens for span in spans])
@@ -310,7 +310,7 @@ class TorchPagedAttention:
 
         Args:
             query: [H, T, D]; key: [K, T, D]; value: [K, T, Dv].
-            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            softcap, sinks: as in baton_kernels.attention_reference.attend_capped; sinks is [H].
             is_latent: ignored, since the layer's view has this information.
         Returns: [T, H, Dv], contiguous.
         """
@@ -338,7 +338,7 @@ class TorchPagedAttention:
                 keys, values = keys[0, :, : chunk.span.end], values[0, :, : chunk.span.end]
             is_plain = softcap is None and sinks is None
             mask = self._chunk_mask(chunk, window, query.dtype, is_plain=is_plain)
-            out[part] = reference.attend_chunk(
+            out[part] = attention_reference.attend_chunk(
                 query[:, part], keys, values, mask, scaling, softcap, sinks
             )
         return out
@@ -351,9 +351,9 @@ class TorchPagedAttention:
             rows = row_ids(self._new_blocks[None, :], view.heads)[0]  # [K, T]
             ids = rows, self._new_slots[None, :].expand(rows.shape).contiguous()
             self._write_ids[view.heads] = ids
-        reference.write(view.keys, *ids, key.to(self._dtype))
+        attention_reference.write(view.keys, *ids, key.to(self._dtype))
         if view.values is not None:
-            reference.write(view.values, *ids, value.to(self._dtype))
+            attention_reference.write(view.values, *ids, value.to(self._dtype))
 
     def _gather(
         self, view: LayerView, table: torch.Tensor, gather_ids: Rows, dtype: torch.dtype
@@ -373,14 +373,14 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """Gather rows into a place of the scratch, or into new memory without one."""
         if self._scratch is None:
-            return reference.gather(rows, ids).to(dtype)
+            return attention_reference.gather(rows, ids).to(dtype)
         batch, num_heads, num_blocks = ids.shape
         shape = batch, num_heads, num_blocks * rows.shape[1], rows.shape[2]
         out = self._scratch.take(place, shape, dtype)
         if dtype is rows.dtype:
-            return reference.gather(rows, ids, out)
+            return attention_reference.gather(rows, ids, out)
         stored = self._scratch.take("stored", shape, rows.dtype)
-        return out.copy_(reference.gather(rows, ids, stored))
+        return out.copy_(attention_reference.gather(rows, ids, stored))
 
     def _attend_group(
         self,
@@ -408,7 +408,7 @@ class TorchPagedAttention:
         rows = rows.permute(2, 0, 1, 3, 4).reshape(num_spans, -1, head_dim)
         if sinks is not None:
             sinks = sinks.repeat_interleave(num_rows)
-        out = reference.attend_one(rows, keys, values, mask, scaling, softcap, sinks)
+        out = attention_reference.attend_one(rows, keys, values, mask, scaling, softcap, sinks)
         out = out.view(num_spans, num_heads, num_rows, -1)
         return out.transpose(1, 2).reshape(num_spans * num_rows, num_heads, -1)
 
@@ -421,14 +421,14 @@ class TorchPagedAttention:
         if is_plain and span.start == 0 and (window is None or window >= span.end):
             return None
         if window not in chunk.masks:
-            chunk.masks[window] = reference.chunk_mask(
+            chunk.masks[window] = attention_reference.chunk_mask(
                 span.start, span.end, window, dtype, self._device
             )
         return chunk.masks[window]
 
 
 def group_mask(
-    spans: Sequence[Span],
+    spans: Sequence[TokenSpan],
     num_positions: int,
     window: int | None,
     dtype: torch.dtype,
@@ -444,7 +444,7 @@ def group_mask(
     num_rows = max(span.num_tokens for span in spans)
     if num_rows == 1:
         ends = torch.tensor([span.end for span in spans], device=device)
-        return reference.one_mask(ends, num_positions, window, dtype)
+        return attention_reference.one_mask(ends, num_positions, window, dtype)
     slots = np.arange(num_positions)
     own = np.array([span.start for span in spans])[:, None] + np.arange(num_rows)
     trunk_ends = np.array([span.end - len(span.branches) for span in spans])
@@ -463,10 +463,10 @@ def group_mask(
         for row, span in trees:
             own[row, : span.num_tokens] = positions[row, span.start : span.end] = span.positions
         visible &= positions[:, None] > own[:, :, None] - window
-    return reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
+    return attention_reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
 
 
-def _is_short(span: Span) -> bool:
+def _is_short(span: TokenSpan) -> bool:
     """Return whether a span is attended in a group."""
     if not span.block_ids:
         return False
@@ -474,19 +474,19 @@ def _is_short(span: Span) -> bool:
     return is_few or span.num_tokens == 1 or span.is_tree
 
 
-def _length_class(span: Span) -> int:
+def _length_class(span: TokenSpan) -> int:
     """Return the class of a span's number of tokens; spans of one class are padded to the same
     number."""
     return 0 if span.num_tokens == 1 else (max(_TOKENS_FLOOR, span.num_tokens) - 1).bit_length()
 
 
-def size_class(span: Span) -> int:
+def size_class(span: TokenSpan) -> int:
     """Return the class of a span's number of blocks; spans of one class are padded to the same
     number."""
     return max(_GROUP_FLOOR, len(span.block_ids) - 1).bit_length()
 
 
-def block_table(spans: list[Span], device: torch.device) -> torch.Tensor:
+def block_table(spans: list[TokenSpan], device: torch.device) -> torch.Tensor:
     """Build the block table [B, n], padded with each span's own last block, which the mask hides.
     Another sequence's block must not be used: masked scores are weighted with 0, and 0 times NaN
     is NaN."""

@@ -528,7 +528,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """An adapter whose config and tensors are consistent with each other."""
 
     config: PeftConfig
@@ -543,7 +543,7 @@ class Adapter:
         return max(one.a.shape[0] for one in self.factors.values())
 
 
-def read_adapter(folder: Path, limits: LoraLimits, progress: Progress | None = None) -> Adapter:
+def read_adapter(folder: Path, limits: LoraLimits, progress: Progress | None = None) -> LoraAdapter:
     """Read and check an adapter.
 
     Args: progress: called with ("adapter", bytes done, bytes in all).
@@ -562,7 +562,7 @@ def read_adapter(folder: Path, limits: LoraLimits, progress: Progress | None = N
     }
     if not factors:
         raise InvalidAdapter(WEIGHTS, "holds no tensor; fetch the adapter again")
-    return Adapter(config, factors, _digest(factors))
+    return LoraAdapter(config, factors, _digest(factors))
 
 
 def _read_tensors(

@@ -31,7 +31,7 @@ from engine.errors import (
     TooManyAdapters,
     UnknownAdapter,
 )
-from engine.lora.adapter import WEIGHTS, Adapter, Progress, read_adapter
+from engine.lora.adapter import WEIGHTS, LoraAdapter, Progress, read_adapter
 from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import (
     AdapterRows,
@@ -134,7 +134,7 @@ class LoraManager:
             raise InvalidAdapter("adapter", f"{self._refusal}: it takes no LoRA adapters")
         return self.limits
 
-    def install(self, name: str, adapter: Adapter) -> AdapterInfo:
+    def install(self, name: str, adapter: LoraAdapter) -> AdapterInfo:
         """Make an adapter available that was read before, maybe by another thread. Raises: the
         errors of `load`."""
         self.reading_limits()
@@ -310,7 +310,7 @@ class LoraManager:
             f"{self.limits.max_num_adapters}; unload one, or raise it"
         )
 
-    def _check_sites(self, adapter: Adapter) -> dict[str, Site]:
+    def _check_sites(self, adapter: LoraAdapter) -> dict[str, Site]:
         """Return the sites of an adapter's modules. Raises: InvalidAdapter naming the first that
         does not fit."""
         if self._sites is None:
@@ -340,7 +340,7 @@ class LoraManager:
                 raise InvalidAdapter(WEIGHTS, f"target_modules names {module}, which it lacks")
         return {module: self._sites[module] for module in adapter.factors}
 
-    def _low_rank(self, members: Mapping[str, Site], adapter: Adapter) -> LowRank:
+    def _low_rank(self, members: Mapping[str, Site], adapter: LoraAdapter) -> LowRank:
         """Combine the factors of all modules that are columns of one linear layer into one pair."""
         factors = [adapter.factors[module] for module in members]
         linear = next(iter(members.values())).linear
@@ -354,7 +354,7 @@ class LoraManager:
             row += rank
         return LowRank(a.to(self._device), b.to(self._dtype).to(self._device))
 
-    def _num_low_rank_bytes(self, members: Mapping[str, Site], adapter: Adapter) -> int:
+    def _num_low_rank_bytes(self, members: Mapping[str, Site], adapter: LoraAdapter) -> int:
         """Return the size in bytes of the result of `_low_rank`."""
         rank = sum(adapter.factors[module].a.shape[0] for module in members)
         site = next(iter(members.values()))

@@ -29,7 +29,7 @@ from baton_kernels.lora import LoraRows, add_lora
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from engine.batch import Span
+from engine.batch import TokenSpan
 from engine.errors import IntegrityError
 
 # -- adapter by adapter
@@ -61,7 +61,7 @@ class AdapterRows:
         self.num_rows = 0
         self.is_small = True
 
-    def place(self, spans: Sequence[Span]) -> None:
+    def place(self, spans: Sequence[TokenSpan]) -> None:
         """Record the rows of each adapter slot in a step. Args: spans: the step's spans, in the
         order of its rows."""
         self.slots, self.index = (), None

@@ -57,7 +57,6 @@ from engine.models.checkpoint_config import (
     read_checkpoint_config,
     transformers_config,
 )
-from engine.models.largest_step import largest_step_bytes
 from engine.models.llama import (
     LlamaConfig,
     LlamaDecoder,
@@ -67,6 +66,7 @@ from engine.models.llama import (
     pack_weights,
     rope_table,
 )
+from engine.models.memory_profile import largest_step_bytes
 from engine.models.self_check import check_architecture, check_kernels, compare_logits
 from engine.models.weight_streaming import WHY_PLAIN
 from engine.models.weights import (
@@ -77,11 +77,11 @@ from engine.models.weights import (
     read_weights,
 )
 from engine.parallel import rank_model
-from engine.parallel.messages import Meet, Met, Start, Verify
-from engine.parallel.model import Others, ParallelModel
-from engine.parallel.place import Grid, check_degrees
-from engine.parallel.process_ranks import ProcessRanks
-from engine.parallel.processes import PROGRAM, RankProcesses
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.messages import Meet, Met, StartRank, Verify
+from engine.parallel.parallel_model import Others, ParallelModel
+from engine.parallel.rank_grid import Grid, check_degrees
+from engine.parallel.rank_processes import PROGRAM, RankProcesses
 from engine.request import ModelInfo
 
 if TYPE_CHECKING:
@@ -652,7 +652,7 @@ def _start(
     for rank in range(1, grid.num_ranks):
         device = f"{kind}:{int(first) + rank}" if first else kind
         own = dataclasses.replace(config, device=device)
-        starts.append(Start(own, str(folder), shape, rank))
+        starts.append(StartRank(own, str(folder), shape, rank))
     ranks = ProcessRanks(grid, 0, config.device, config.rank_timeout_s)
     meeting_file, cache_file = os.memfd_create("baton-ranks"), os.memfd_create("baton-kv")
     processes = RankProcesses(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import attending_inputs, mixed_inputs, singles_first
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout, LayerKv, layout_of
@@ -72,7 +72,7 @@ def verify_logits(
     cut = NUM_VERIFY_TOKENS - 1
     parts: list[torch.Tensor] = []
     for start, end in ((0, cut), (cut, NUM_VERIFY_TOKENS)):
-        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
+        span = TokenSpan(start, end - start, tuple(range(layout.num_blocks_for(end))))
         batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
         parts.append(forward(batch).float())
     return torch.cat(parts)
@@ -544,7 +544,7 @@ def _paged(
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for members in _SCRIPT:
         spans = tuple(
-            Span(start, end - start, tables[index][: layout.num_blocks_for(end)])
+            TokenSpan(start, end - start, tables[index][: layout.num_blocks_for(end)])
             for index, start, end in members
         )
         token_ids = [token for index, start, end in members for token in prompts[index][start:end]]

@@ -50,7 +50,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from checkpoints import architectures
-from engine.batch import Batch, Span, warm_up
+from engine.batch import Batch, TokenSpan, warm_up
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
@@ -683,7 +683,7 @@ def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
     cut = _NUM_VERIFY_TOKENS - 1
     parts: list[torch.Tensor] = []
     for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
-        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
+        span = TokenSpan(start, end - start, tuple(range(layout.num_blocks_for(end))))
         batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
         step = TorchPagedAttention(batch, views, layout.block_size)
         parts.append(run(model, batch, step, torch.device(device)).float())

@@ -23,8 +23,8 @@ from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.interface import Launch, Progress
 from engine.parallel.messages import Drain, LaunchWords, WarmUp
-from engine.parallel.processes import RankProcesses
 from engine.parallel.rank_model import RankModel
+from engine.parallel.rank_processes import RankProcesses
 from engine.parallel.ranks import Ranks
 from engine.sampling.metadata import SamplerOutput
 

@@ -22,7 +22,7 @@ from engine.parallel.cuda_ipc import SharedCache
 from process.errors import Unavailable
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartRank(msgspec.Struct, frozen=True, tag=True):
     """A request to load the rank's part of the model."""
 
     config: EngineConfig
@@ -60,7 +60,7 @@ class Change(msgspec.Struct, frozen=True, tag=True):
     """The block to copy; -1: write zeros."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class ComputeBatch(msgspec.Struct, frozen=True, tag=True):
     """A request to compute a batch, together with all ranks."""
 
     batch: Batch
@@ -93,16 +93,26 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     """A request for a Settled message when all earlier work is done, on the device, too."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopRank(msgspec.Struct, frozen=True, tag=True):
     """A request to end the process."""
 
 
 ToRank = (
-    Start | Meet | Verify | Attach | Change | Step | WarmUp | LaunchWords | Drain | Settle | Stop
+    StartRank
+    | Meet
+    | Verify
+    | Attach
+    | Change
+    | ComputeBatch
+    | WarmUp
+    | LaunchWords
+    | Drain
+    | Settle
+    | StopRank
 )
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
+class RankLoading(msgspec.Struct, frozen=True, tag=True):
     """Progress of loading; also a sign of life."""
 
     what: str
@@ -123,7 +133,7 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     """Free bytes on the rank's device, for its part of the cache and of a step."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
     """The rank cannot load, with the reason."""
 
     reason: str
@@ -139,13 +149,13 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     """The rank has done all earlier work."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailure(msgspec.Struct, frozen=True, tag=True):
     """The rank ends because of an error, with the reason."""
 
     reason: str
 
 
-FromRank = Loading | Ready | Refused | Met | Attached | Settled | Failed
+FromRank = RankLoading | Ready | RankRefused | Met | Attached | Settled | RankFailure
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

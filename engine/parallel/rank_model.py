@@ -1,5 +1,5 @@
 """RankModel: one rank's part of our decoder, run together with the other ranks. In rank 0 it is a
-part of ParallelModel (engine/parallel/model.py), in the others all that there is.
+part of ParallelModel (engine/parallel/parallel_model.py), in the others all that there is.
 
 Hidden states come in from the stage before and go to the stage after; within a stage the decoder
 itself adds up and joins. Knows no requests and no processes. Invariant: `forward` is called with
@@ -30,8 +30,8 @@ from engine.models.llama import (
 )
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
 from engine.models.weights import read_weights
-from engine.parallel.memory import RankMemory
-from engine.parallel.place import Place
+from engine.parallel.rank_grid import RankPlace
+from engine.parallel.rank_memory import RankMemory
 from engine.parallel.ranks import Ranks
 
 _BACKENDS: tuple[Backend, ...] = ("auto", "reference")
@@ -131,7 +131,7 @@ class RankModel:
         return computed.new_empty(0, self.vocab_size)
 
 
-def share_of(place: Place, shape: LlamaConfig) -> Share:
+def share_of(place: RankPlace, shape: LlamaConfig) -> Share:
     """Convert a Place to the Share that the decoder's weights use."""
     layers = place.layers(shape.num_layers)
     return Share(place.share, place.num_shares, layers.start, len(layers))

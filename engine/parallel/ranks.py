@@ -1,6 +1,6 @@
 """Ranks: the Protocol of a decoder's communication with the ranks that compute the rest of the same
-model; and OneRank, for a model that is not split. engine/parallel/process_ranks.py implements it
-for several ranks.
+model; and OneRank, for a model that is not split. engine/parallel/distributed_ranks.py implements
+it for several ranks.
 
 All ranks make the same calls in the same order, with tensors of the same shapes; each device's
 current stream orders its work. No call waits for the device. They know no model and no batch.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel.place import SINGLE, Place
+from engine.parallel.rank_grid import SINGLE, RankPlace
 
 
 class Ranks(Protocol):
@@ -21,7 +21,7 @@ class Ranks(Protocol):
     rank has ended or is too late."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """The part of the model that this rank computes."""
         ...
 
@@ -64,7 +64,7 @@ class OneRank:
     """The Ranks of a model that one rank computes: sums and copies are the identity."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         return SINGLE
 
     @property

@@ -27,7 +27,7 @@ from baton_kernels import logit_ops
 from baton_kernels.dispatch import Backend
 from numpy.typing import NDArray
 
-from engine.sampling.copies import bring
+from engine.sampling.host_device_copies import bring
 from engine.sampling.metadata import Row
 from engine.sampling.token_history import TokenHistory
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.outputs import TokenLogprobs
-from engine.sampling.copies import Fetched, bring
+from engine.outputs import PositionLogprobs
+from engine.sampling.host_device_copies import Fetched, bring
 
 _CPU_PASS = 1 << 20
 """Number of elements that a pass over a group of rows covers on CPU, so that they stay in cache;
@@ -65,7 +65,7 @@ class PendingLogprobs:
             floats = torch.cat([own, values], dim=1)
             self._parts.append(Fetched(torch.cat([floats.view(torch.int32), ids], dim=1)))
 
-    def result(self) -> list[TokenLogprobs]:
+    def result(self) -> list[PositionLogprobs]:
         """Wait for the log probabilities. Returns: for each row that of its token, and the best
         ones, the lowest id first among equals."""
         if not self._parts:
@@ -74,7 +74,7 @@ class PendingLogprobs:
         values = words[:, : 1 + self._most].view(np.float32).tolist()
         ids = words[:, 1 + self._most :].tolist()
         return [
-            TokenLogprobs(
+            PositionLogprobs(
                 token_id, own[0], tuple(zip(best[:count], own[1 : 1 + count], strict=True))
             )
             for token_id, own, best, count in zip(
@@ -85,7 +85,7 @@ class PendingLogprobs:
 
 def raw_logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprobs]:
+) -> list[PositionLogprobs]:
     """Compute the log probability of each row's token and the best ones of the row, the lowest id
     first among equals.
 

@@ -19,7 +19,7 @@ from baton_kernels.sampling import Needs
 from numpy.typing import NDArray
 
 from engine.errors import EngineError
-from engine.outputs import SampleTrace, TokenLogprobs
+from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import Sampling
 from engine.sampling.token_history import TokenHistory, needs_history
 from engine.speculation.rejection_sampler import Proposals
@@ -61,7 +61,7 @@ class SamplerOutput(NamedTuple):
     token_id: int
     """The sampled token; -1 with an error."""
 
-    logprobs: TokenLogprobs | None = None
+    logprobs: PositionLogprobs | None = None
     trace: SampleTrace | None = None
     error: EngineError | None = None
 

@@ -61,9 +61,9 @@ from baton_kernels.sampling import (
 from numpy.typing import NDArray
 
 from engine.errors import EmptySupport, EngineError, InvalidLogits
-from engine.outputs import SampleTrace, TokenLogprobs
+from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import Sampling
-from engine.sampling.copies import Fetched, Mark, bring
+from engine.sampling.host_device_copies import Fetched, StreamMark, bring
 from engine.sampling.logits_processors import process
 from engine.sampling.logprobs import PendingLogprobs, processed_logprobs, rows_per_pass
 from engine.sampling.metadata import Row, SamplerOutput, SamplingRequest, masks_ends, metadata_of
@@ -143,7 +143,7 @@ class Sampler:
         if rows is not None:
             places = bring(np.array(rows, dtype=np.int64), logits.device)
             logits = logits.index_select(0, places)
-        computed = Mark(logits.device) if into is None else None
+        computed = StreamMark(logits.device) if into is None else None
         plan = _plan(requests, is_on_cpu=logits.device.type == "cpu")
         num_rows = len(requests)
         out = torch.empty(3, _aligned(num_rows), dtype=torch.int32, device=logits.device)
@@ -324,7 +324,7 @@ class PendingSample:
         logprobs: PendingLogprobs | None,
         traces: list[_PendingTraces],
         judged: _PendingJudged | None,
-        computed: Mark | None,
+        computed: StreamMark | None,
     ) -> None:
         self._requests = requests
         self._plan = plan
@@ -359,7 +359,7 @@ class PendingSample:
             if not np.isfinite(value) and outputs[row.place].error is None:
                 outputs[row.place] = SamplerOutput(-1, error=_unsound(row, value))
 
-    def _report(self, raws: list[TokenLogprobs], outputs: list[SamplerOutput]) -> None:
+    def _report(self, raws: list[PositionLogprobs], outputs: list[SamplerOutput]) -> None:
         """Add log probabilities and traces to the outputs of the requests that want them."""
         traced = {place: found for trace in self._traces for place, found in trace.result()}
         for row, raw in zip(self._plan.reported, raws, strict=True):
@@ -381,7 +381,7 @@ class PendingSample:
                 )
             logprobs = None
             if sampling.logprobs is not None:
-                logprobs = TokenLogprobs(token_id, raw.logprob, raw.top[: sampling.logprobs])
+                logprobs = PositionLogprobs(token_id, raw.logprob, raw.top[: sampling.logprobs])
             outputs[row.place] = SamplerOutput(token_id, logprobs, trace)
 
 

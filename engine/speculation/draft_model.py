@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from baton_kernels import noise
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo, Sampling
@@ -292,7 +292,7 @@ class DraftModelProposer:
         busy = {task.key for task in tasks}
         left = self._max_num_tokens
         token_ids: list[int] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         draws: list[int] = []
         growing: list[_Growing] = []
         for task in tasks:
@@ -311,7 +311,7 @@ class DraftModelProposer:
             token_ids += task.token_ids[start:end]
             block_ids = tuple(blocks.block_ids)
             self._clear(blocks.block_ids, start, end)
-            spans.append(Span(start, count, block_ids[: -(-end // self._block_size)]))
+            spans.append(TokenSpan(start, count, block_ids[: -(-end // self._block_size)]))
             blocks.num_tokens = end
             if end == num_tokens:
                 draws.append(len(token_ids) - 1)
@@ -342,7 +342,7 @@ class DraftModelProposer:
     def _forward(self, growing: Sequence[_Growing]) -> torch.Tensor:
         """Compute the logits after each tree's newest nodes, tree after tree: [rows, V]."""
         token_ids: list[int] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         draws: list[int] = []
         for one in growing:
             last = len(one.task.token_ids) - 1
@@ -352,14 +352,14 @@ class DraftModelProposer:
             if not one.has_branched:
                 # One path: the nodes above its end were computed by the passes before.
                 self._clear(one.block_ids, end - 1, end)
-                spans.append(Span(end - 1, 1, block_ids))
+                spans.append(TokenSpan(end - 1, 1, block_ids))
                 draws.append(len(token_ids))
                 token_ids.append(one.token_ids[own[-1]])
                 continue
             first = len(token_ids) + 1
             token_ids += [one.task.token_ids[last], *(one.token_ids[node] for node in own)]
             self._clear(one.block_ids, last + 1, end)
-            spans.append(Span(last, 1 + len(own), block_ids, branches=branches))
+            spans.append(TokenSpan(last, 1 + len(own), block_ids, branches=branches))
             places = {node: first + place for place, node in enumerate(own)}
             draws += [places[node] for node in one.newest]
         return self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draws)))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError, LoadError
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
@@ -182,7 +182,7 @@ class EagleProposer:
             token_ids: list[int] = []
             features: list[torch.Tensor] = []
             positions: list[int] = []
-            spans: list[Span] = []
+            spans: list[TokenSpan] = []
             computed: list[tuple[_Window, DraftBlocks, _PendingEntries]] = []
             for key in keys:
                 window = self._windows.get(key)
@@ -250,7 +250,7 @@ class EagleProposer:
         token_ids: list[int] = []
         features: list[torch.Tensor] = []
         positions: list[int] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         wanted: list[int] = []
         for one in growing:
             nodes = _computed(one)
@@ -289,13 +289,13 @@ class EagleProposer:
 
     # -- the network
 
-    def _span(self, blocks: DraftBlocks, start: int, count: int) -> Span:
+    def _span(self, blocks: DraftBlocks, start: int, count: int) -> TokenSpan:
         """Return the span of `count` entries of a window. Blocks that begin in it are zeroed, since
         slots that were not written are read with weight 0."""
         size, end = self._block_size, start + count
         for index in range(-(-start // size), -(-end // size)):
             self._memory.clear(blocks.block_ids[index])
-        return Span(start, count, tuple(blocks.block_ids[: -(-end // size)]))
+        return TokenSpan(start, count, tuple(blocks.block_ids[: -(-end // size)]))
 
     @torch.inference_mode()
     def _pass(
@@ -303,7 +303,7 @@ class EagleProposer:
         token_ids: Sequence[int],
         features: torch.Tensor,
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[TokenSpan],
     ) -> torch.Tensor:
         device = features.device
         batch = Batch(tuple(token_ids), tuple(spans), ())

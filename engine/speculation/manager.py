@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.constraints import end_token_ids
+from engine.grammar_constraints import end_token_ids
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import Guesses, LoadedModel
 from engine.outputs import RequestOutput
-from engine.request import Sampling, State
-from engine.sampling.copies import bring
+from engine.request import RequestState, Sampling
+from engine.sampling.host_device_copies import bring
 from engine.sequence import Key, Sequence
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.controller import SpeculationController
@@ -103,7 +103,7 @@ class _StepPlan:
             self.num_rows += num_tokens
             self.num_tokens += num_known
             self.num_sampling += num_tokens == num_known - sequence.num_computed_tokens
-            self.is_going_on = self.is_going_on or sequence.state is State.RUNNING
+            self.is_going_on = self.is_going_on or sequence.state is RequestState.RUNNING
 
     @property
     def draftable(self) -> list[Sequence]:
@@ -650,7 +650,7 @@ def may_draft(sequence: Sequence, num_tokens: int) -> bool:
     it samples a token in the step, and has sampled one before."""
     request = sequence.request
     return (
-        sequence.state is State.RUNNING
+        sequence.state is RequestState.RUNNING
         and num_tokens == sequence.num_pending_tokens
         and sequence.takes_guesses
         and (sequence.grammar is None or not sequence.grammar.is_busy)
@@ -776,5 +776,5 @@ def _sequences_of(sequence: Sequence, *, is_sampled: bool) -> Iterator[Sequence]
 
 def _goes_on(sequence: Sequence) -> bool:
     request = sequence.request
-    is_here = sequence.state in (State.PREFILLING, State.RUNNING)
+    is_here = sequence.state in (RequestState.PREFILLING, RequestState.RUNNING)
     return is_here and request.beam is None and request.hold_after is None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
 from engine.models.interface import (
     DRAWN_BEFORE,
@@ -215,7 +215,7 @@ class PlainAhead:
         before = {} if step.before is None else step.before.tokens()
         size = self._block_size
         token_ids: list[int] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         draw_indices: list[int] = []
         draws: list[SamplingRequest] = []
         for row in step.rows:
@@ -226,7 +226,7 @@ class PlainAhead:
             ]
             blocks = row.block_ids[: -(-end // size)]
             adapter = row.adapter if isinstance(row, DecodeRow) else 0
-            spans.append(Span(row.position, row.num_tokens, blocks, adapter))
+            spans.append(TokenSpan(row.position, row.num_tokens, blocks, adapter))
             if row.draw is not None:
                 draw_indices.append(len(token_ids) - 1)
                 draws.append(row.draw)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from baton_kernels.noise import uniform, words
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.lora.manager import LoraManager
@@ -138,7 +138,7 @@ class FakeModel(InOneProcess):
             raise RuntimeError("FakeModel.forward before attach")
         return self._memory.cache[:, 0, 0, :, :, 0]  # [N, 2, P]: ids, positions
 
-    def _write(self, span: Span, token_ids: Sequence[int]) -> None:
+    def _write(self, span: TokenSpan, token_ids: Sequence[int]) -> None:
         cells, size = self._cells(), self.layout.block_size
         places = range(span.start, span.end)
         for place, position, token_id in zip(places, span.positions, token_ids, strict=True):
@@ -146,7 +146,7 @@ class FakeModel(InOneProcess):
             cells[block_id, 0, slot] = float(token_id)
             cells[block_id, 1, slot] = float(position)
 
-    def _read(self, span: Span, slots: list[int]) -> bytes:
+    def _read(self, span: TokenSpan, slots: list[int]) -> bytes:
         cells = self._cells()[list(span.block_ids)]  # [n, 2, P]
         history: bytes = cells.transpose(0, 1).reshape(2, -1)[:, slots].numpy().tobytes()
         return history

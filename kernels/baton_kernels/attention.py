@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels import reference
+from baton_kernels import attention_reference
 from baton_kernels.attention_plan import Config, Rotation, Tree, Workspace
-from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.dispatch import Backend, runs_triton
+from baton_kernels.kv_quantization import dequantize
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.quantize import dequantize
+from baton_kernels.paged_kv import BlockRows, Tails
 
 
 def decode_attention(
@@ -201,10 +201,12 @@ def decode_attention_reference(
             _put_tails(numbers, matrices, tails.slots, ends, size)
         keys.masked_fill_(~is_own[:, None, :, None], 0)
         values.masked_fill_(~is_own[:, None, :, None], 0)
-    mask = reference.one_mask(ends, positions.shape[0], window, query.dtype)
+    mask = attention_reference.one_mask(ends, positions.shape[0], window, query.dtype)
     is_padding = (ends <= 0)[:, None, None]
     mask = mask.masked_fill(is_padding[..., None], 0)  # no row without a column: it would be NaN
-    out = reference.attend_one(query.contiguous(), keys, values, mask, scaling, softcap, sinks)
+    out = attention_reference.attend_one(
+        query.contiguous(), keys, values, mask, scaling, softcap, sinks
+    )
     return out.masked_fill(is_padding, 0)
 
 
@@ -242,11 +244,11 @@ def tree_attention_reference(
         if window is not None:
             places = torch.cat((torch.arange(cached, device=query.device), cached + depths[nodes]))
             is_seen &= places[None, :] > places[cached:, None] - window
-        out[nodes] = reference.attend_chunk(
+        out[nodes] = attention_reference.attend_chunk(
             query[nodes].transpose(0, 1),
             keys[0, :, :end],
             values[0, :, :end],
-            reference.as_bias(is_seen, query.dtype),
+            attention_reference.as_bias(is_seen, query.dtype),
             scaling,
             softcap,
             sinks,
@@ -265,7 +267,7 @@ def sequence_kv(
         if matrices is None:
             found.append(found[0][..., : rows.v_head_dim])
             continue
-        numbers = reference.gather(matrices, ids)
+        numbers = attention_reference.gather(matrices, ids)
         if scales is not None:
             flat = scales.index_select(0, ids.view(-1))
             numbers = numbers.view(flat.shape[0], rows.block_size, -1)

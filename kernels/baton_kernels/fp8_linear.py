@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 
 from baton_kernels import layer_ops
 from baton_kernels.dispatch import Backend, runs_triton
+from baton_kernels.kv_quantization import scale_for
 from baton_kernels.linear import Activation, Extras, check_extras, check_rows
-from baton_kernels.quantize import scale_for
 
 FP8 = torch.float8_e4m3fn
 _GREATEST = 448.0

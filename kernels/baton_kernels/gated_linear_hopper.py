@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton_kernels.hopper import GATED_COLUMNS, GATED_DEPTH, GATED_ROWS
+from baton_kernels.hopper_support import GATED_COLUMNS, GATED_DEPTH, GATED_ROWS
 
 _NUM_STAGES = 4
 """Number of tiles along K that are in flight, which is what shared memory holds."""

@@ -217,9 +217,9 @@ def _is_gated_at_once(
     fewest = _FEWEST_ROWS_OF_LARGE if weight.numel() > 1 << 25 else _FEWEST_GATED_ROWS
     if x.shape[0] < fewest or extras.bias is not None or extras.residual is not None:
         return False
-    from baton_kernels import hopper
+    from baton_kernels import hopper_support
 
-    return hopper.can_gate(x, weight, out)
+    return hopper_support.can_gate(x, weight, out)
 
 
 def check_extras(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> int:

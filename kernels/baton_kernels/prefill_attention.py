@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels import reference
-from baton_kernels.block_rows import BlockRows
+from baton_kernels import attention_reference
 from baton_kernels.dispatch import Backend, runs_triton
 from baton_kernels.layer_ops import check_tables
+from baton_kernels.paged_kv import BlockRows
 
 
 def prefill_attention(
@@ -70,10 +70,10 @@ def prefill_attention(
             scaling=scaling, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out
-    from baton_kernels import hopper, prefill_attention_triton
+    from baton_kernels import hopper_support, prefill_attention_triton
 
     is_plain = (window is None or window >= max_end) and softcap is None and sinks is None
-    if is_plain and hopper.can_run(query, rows):
+    if is_plain and hopper_support.can_run(query, rows):
         from baton_kernels import prefill_attention_hopper
 
         prefill_attention_hopper.prefill_attention(
@@ -102,8 +102,8 @@ def prefill_attention_reference(
     query's dtype, computed in float32 (in float64 where the query is)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     end = start + query.shape[0]
-    mask = reference.chunk_mask(start, end, window, wide, query.device)
-    return reference.attend_chunk(
+    mask = attention_reference.chunk_mask(start, end, window, wide, query.device)
+    return attention_reference.attend_chunk(
         query.to(wide).transpose(0, 1), keys.to(wide), values.to(wide), mask, scaling, softcap,
         None if sinks is None else sinks.to(wide),
     ).to(query.dtype)  # fmt: skip
@@ -140,10 +140,10 @@ def sequence_rows(
     """Copy the keys [K, end, D] and values [K, end, Dv] of one sequence out of the cache."""
     num_blocks = -(-end // rows.block_size)
     ids = rows.row_ids(block_table[:num_blocks])[None]  # [1, K, n]
-    keys = reference.gather(rows.keys, ids)[0, :, :end]
+    keys = attention_reference.gather(rows.keys, ids)[0, :, :end]
     if rows.values is None:
         return keys, keys[..., : rows.v_head_dim]
-    return keys, reference.gather(rows.values, ids)[0, :, :end]
+    return keys, attention_reference.gather(rows.values, ids)[0, :, :end]
 
 
 def _check(

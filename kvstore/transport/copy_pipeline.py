@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.transport.device import LAST_SPINS, CopyQueue, Device, Mark, wait_for
+from kvstore.transport.device import LAST_SPINS, CopyQueue, Device, DeviceMark, wait_for
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 
@@ -35,7 +35,7 @@ class _Flying:
     """A piece under way, and its end."""
 
     items: slice
-    mark: Mark
+    mark: DeviceMark
 
 
 class Flight:
@@ -83,7 +83,7 @@ class Flight:
         self,
         is_stopped: IsStopped,
         on_copied: Callable[[slice], None] = lambda _: None,
-        on_queued: Callable[[slice, Mark], None] = lambda *_: None,
+        on_queued: Callable[[slice, DeviceMark], None] = lambda *_: None,
     ) -> None:
         """Queue the remaining pieces and wait for all of them, as CopyPipeline.run, which says what
         the arguments are."""
@@ -167,7 +167,7 @@ class CopyPipeline:
         queue_piece: QueuePiece,
         is_stopped: IsStopped,
         on_copied: Callable[[slice], None] = lambda _: None,
-        on_queued: Callable[[slice, Mark], None] = lambda *_: None,
+        on_queued: Callable[[slice, DeviceMark], None] = lambda *_: None,
     ) -> None:
         """Queue all pieces in order, IN_FLIGHT at once. When it returns or raises, none is under
         way.

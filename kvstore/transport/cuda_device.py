@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Mark, Shared
+from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, DeviceMark, Shared
 from process.errors import BatonError, FailedPrecondition
 
 _LIBRARY = "libcuda.so.1"
@@ -105,7 +105,7 @@ class CudaDevice:
         self.use_in_this_thread()
         self.driver.call("cuMemHostUnregister", c_void_p(address))
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceMark:
         """A mark after all kernels on the legacy default stream, where the engine's run."""
         self.use_in_this_thread()
         return CudaMark(self, c_void_p(_DEFAULT_STREAM))
@@ -233,7 +233,7 @@ class CudaQueue:
             result = copy(target, source, num_bytes, self._stream)
             self._driver.check(result, "cuMemcpyDtoDAsync", TransferFailed)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Record an event after all copies queued until now."""
         self._device.use_in_this_thread()
         return CudaMark(self._device, self._stream)

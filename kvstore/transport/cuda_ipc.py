@@ -40,8 +40,8 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.block_source import StoreInfo
-from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.store_connection import StoreConnection
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,
@@ -53,7 +53,7 @@ from kvstore.transport.base import (
     UnsettledTransfers,
 )
 from kvstore.transport.copy_pipeline import CopyPipeline, Flight, IsStopped, Unsettled, run_copy
-from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
+from kvstore.transport.device import Copies, CopyQueue, Device, DeviceMark, PendingChecksums, Shared
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
@@ -212,7 +212,7 @@ class CudaIpcTransport:
         hasher = self._memory.device_checksums
         pending: list[PendingChecksums] = []
 
-        def on_queued(part: slice, mark: Mark) -> None:
+        def on_queued(part: slice, mark: DeviceMark) -> None:
             if hasher is not None:
                 pending.append(hasher.begin(blocks[part].tolist(), mark))
 

@@ -91,7 +91,7 @@ us more than it is told to."""
 _NAP_S = 50e-6
 
 
-class Mark(Protocol):
+class DeviceMark(Protocol):
     """A point in a queue of the device, as a CUDA event is one in a stream."""
 
     def is_over(self) -> bool:
@@ -124,7 +124,7 @@ class CopyQueue(Protocol):
         """Start to copy between devices: rows of (target address, source address, bytes), each side
         this device's own or mapped by `map_shared`. Raises: TransferFailed."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Make a mark after all copies queued until now."""
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class PendingChecksums(Protocol):
 class DeviceChecksums(Protocol):
     """Computes `block_hash.checksum` of blocks on the device where they lie."""
 
-    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> PendingChecksums:
+    def begin(self, block_ids: Sequence[int], after: DeviceMark | None = None) -> PendingChecksums:
         """Start to compute the checksums of blocks as they are now, or as they are after the mark
         `after`. Raises: TransferFailed."""
 
@@ -171,7 +171,7 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Unlock host memory that `register` locked. No copy from or to it may be under way."""
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceMark:
         """Make a mark after all kernels that the engine queued until now."""
 
     def new_queue(self) -> CopyQueue:
@@ -197,7 +197,7 @@ class Device(Protocol):
 
 
 def wait_for(
-    mark: Mark, is_stopped: Callable[[], bool] = lambda: False, *, num_spins: int = SPINS
+    mark: DeviceMark, is_stopped: Callable[[], bool] = lambda: False, *, num_spins: int = SPINS
 ) -> bool:
     """Look at a mark until it is over, `num_spins` times without a nap. Returns: False when
     `is_stopped` came first."""

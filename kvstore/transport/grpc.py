@@ -16,12 +16,12 @@ import numpy as np
 
 from kvstore import block_hash, wire
 from kvstore.block_source import StoreInfo
-from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
+from kvstore.store_connection import StoreConnection
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.copy_pipeline import IsStopped, Unsettled, raise_if_stopped, run_copy
 from kvstore.transport.device import PinnedStaging
-from process import spans
+from process import trace_spans
 from process.deadline import Deadline
 from protos import kvstore_pb2
 
@@ -68,7 +68,7 @@ class GrpcTransport:
         received = [_Received(block_id) for block_id in items.block_ids]
         failed: dict[int, str] = {}
         call = self._connection.stub.Read(
-            request, timeout=deadline.left_s(), metadata=spans.current_span().headers
+            request, timeout=deadline.left_s(), metadata=trace_spans.current_span().headers
         )
         try:
             with self._connection.closing_is_unavailable():

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from kvstore import wire
 from kvstore.block_source import StoreInfo
-from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
     Quarantine,
@@ -25,6 +24,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.slab import SlabLayout
+from kvstore.store_connection import StoreConnection
 from kvstore.transport.base import (
     BlockMemory,
     GetItems,

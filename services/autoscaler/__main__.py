@@ -9,7 +9,7 @@ import logging
 import sys
 
 from process import entrypoint, logs
-from services.autoscaler import kubernetes_api
+from services.autoscaler import kubernetes_scaler
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import AutoscalerSettings
 
@@ -20,7 +20,7 @@ async def main(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
     """Scale until `stop` is set."""
     if settings.scaler == "kubernetes":
         # Importing the client takes seconds: not on the loop, which has to hear signals.
-        await asyncio.to_thread(kubernetes_api.import_client)
+        await asyncio.to_thread(kubernetes_scaler.import_client)
     autoscaler = Autoscaler(settings)
     try:
         await autoscaler.start()

@@ -1,17 +1,23 @@
-"""One autoscaler put together: it looks, plans, acts and records, every interval. Knows every part,
-does none of their work.
+"""Autoscaler: the service as a whole. Every interval it observes, plans, acts and records.
 
-    registry + scaler -> Observing -> plan (pure) -> Acting -> Records
+    registry + scaler -> Observer -> plan (pure) -> Actuator -> DecisionLog
 
-Every replica looks and plans, so that each can be asked; only who leads acts or, with act=false,
-says to others what is wanted. It begins with an empty plan state when it comes to lead: what it
-learned while another acted may not be true for its own actions. A look or action that fails ends
-nothing: the next interval begins anew. One asyncio loop.
+Every replica observes and plans, so that each can be asked. Only the leader acts or, with
+act=false, publishes what it wants; the others read that (`published_text`, a line of JSON). A
+replica that becomes the leader begins with an empty plan state: what it learned while another one
+act=false, publishes what it wants, as a line of JSON (`published_text`), which the others read. A
+interval begins anew. One asyncio loop.
+
+With act=false another system (KEDA, an HPA) changes the pools, at its own time. The plan is then
+told that the pools already have the size that was advised last (`as_advised`): else a pool that
+does not have it yet would look like a change by another party, and the advice would swing. Then no
+workers are flipped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -23,38 +29,78 @@ from prometheus_client.metrics_core import Metric
 
 from process import grpc_server, logs
 from process.authorization import RULES, PeerRole
+from process.background_tasks import end_tasks, start_task
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.registry import connect_redis
 from process.rpc import Dialer
-from process.tasks import end_tasks, start_task
 from process.tls import TlsIdentity
 from protos import autoscaler_pb2, common_pb2
-from services.autoscaler import metrics, published, registry_look
-from services.autoscaler.acting import Acting
-from services.autoscaler.advice import as_advised
+from services.autoscaler import metrics, observer
+from services.autoscaler.actuator import Actuator, RoleFlips
 from services.autoscaler.config import AutoscalerSettings
-from services.autoscaler.decision import Decision
-from services.autoscaler.flips import Flips
-from services.autoscaler.keda import ExternalScaler
-from services.autoscaler.kubernetes_api import KubernetesApi
-from services.autoscaler.kubernetes_scaler import KubernetesScaler
-from services.autoscaler.leader import Alone, Leadership, LeaseLeader
-from services.autoscaler.local_scaler import LocalScaler
-from services.autoscaler.observing import Observing, Seen
-from services.autoscaler.plan import PlanState, plan
-from services.autoscaler.records import Record, Records
-from services.autoscaler.registry_look import RegistryLook
-from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
-from services.autoscaler.server import (
+from services.autoscaler.decision import Decision, DecisionLog, DecisionRecord
+from services.autoscaler.grpc_services import (
     MAX_REQUEST_BYTES,
     SERVICE,
     AutoscalerServicer,
+    ExternalScaler,
     callers,
     max_reply_bytes,
 )
+from services.autoscaler.kubernetes_scaler import KubernetesApi, KubernetesScaler
+from services.autoscaler.leader import Alone, Leadership, LeaseLeader
+from services.autoscaler.local_scaler import LocalScaler
+from services.autoscaler.observer import ObservationInputs, Observer, RegistryLook
+from services.autoscaler.plan import PlanState, plan
+from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
 from services.autoscaler.signals import ByRole, Observations, Role
+
+# ---- what a leader wants, as text for followers
+
+_MAX_WORKERS = 1_000_000
+_MAX_CHARS = 200
+
+
+def published_text(wanted: ByRole[int]) -> str:
+    """One line."""
+    return json.dumps({role.value: wanted.of(role) for role in Role})
+
+
+def wanted_from_text(text: str) -> ByRole[int] | None:
+    """None: it says nothing, or what no leader of ours says."""
+    if len(text) > _MAX_CHARS:
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    nums = [said.get(role.value) for role in (Role.PREFILL, Role.DECODE)]
+    prefill, decode = (
+        num if type(num) is int and 0 <= num <= _MAX_WORKERS else None for num in nums
+    )
+    return None if prefill is None or decode is None else ByRole(prefill, decode)
+
+
+# ---- decisions that another system carries out
+
+
+def as_advised(seen: Observations, last: Decision | None) -> Observations:
+    """`seen`, with what `last` wanted; None: nothing was advised yet."""
+    pools = seen.pools.map(
+        lambda role, pool: replace(
+            pool,
+            wanted=pool.wanted if last is None else last.wanted.of(role),
+            workers=tuple(replace(worker, can_flip=False) for worker in pool.workers),
+        )
+    )
+    return replace(seen, pools=pools)
+
+
+# ---- the autoscaler
 
 logger = logging.getLogger(__name__)
 
@@ -82,22 +128,22 @@ class Autoscaler:
         self._redis = connect_redis(settings.redis_url, settings.look_timeout_s, settings.redis)
         self._leadership: Leadership = Alone()
         self._scaler = scaler or self._make_scaler()
-        self._flips = Flips(
+        self._flips = RoleFlips(
             Dialer(self._identity),
             timeout_s=settings.flip_timeout_s,
             on_end=self._on_flip_end,
             clock=clock,
         )
-        self._acting = Acting(
+        self._acting = Actuator(
             self._scaler,
             self._flips,
             self._leadership,
             act=settings.act,
             timeout_s=settings.act_timeout_s,
         )
-        self._observing = Observing(settings.model, self._can_flip)
+        self._observing = Observer(settings.model, self._can_flip)
         self._state = PlanState()
-        self.records = Records(settings.num_decisions_kept)
+        self.records = DecisionLog(settings.num_decisions_kept)
         self._led: Decision | None = None
         """The last one that was made while this autoscaler led, as it does still."""
         self._observations: Observations | None = None
@@ -175,7 +221,7 @@ class Autoscaler:
         """Raises: Internal naming the law that is broken."""
         self._flips.check_integrity()
 
-    async def decide(self) -> Record:
+    async def decide(self) -> DecisionRecord:
         """One look, one plan, one action."""
         now_s = self._clock()
         registry, problems = await self._look()
@@ -183,7 +229,7 @@ class Autoscaler:
         flipping = self._flips.under_way
         roles = self._observing.roles(flipping)
         scale = await self._scale(roles, problems)
-        observations = self._observing.observe(Seen(now_s, registry, scale, flipping))
+        observations = self._observing.observe(ObservationInputs(now_s, registry, scale, flipping))
         leads = self._leads
         if not self._settings.act:
             observations = as_advised(observations, self._advised())
@@ -202,12 +248,14 @@ class Autoscaler:
             leave_first=self._observing.leave_first(),
             workers=self._workers(),
         )
-        record = Record(time.time_ns() // 1_000_000, decision, outcome, problem)
+        record = DecisionRecord(time.time_ns() // 1_000_000, decision, outcome, problem)
         self._led = decision if leads and self._leads else None
         self._note(record, observations, [*problems, *self._observing.problems])
         return record
 
-    def _note(self, record: Record, observations: Observations, problems: Sequence[str]) -> None:
+    def _note(
+        self, record: DecisionRecord, observations: Observations, problems: Sequence[str]
+    ) -> None:
         last, decision = self.records.last, record.decision
         is_news = last is None or (last.decision.direction, last.decision.reason) != (
             decision.direction,
@@ -243,7 +291,7 @@ class Autoscaler:
 
     async def _look(self) -> tuple[RegistryLook | None, list[str]]:
         try:
-            return await registry_look.look(self._redis, self._settings.look_timeout_s), []
+            return await observer.look_at_registry(self._redis, self._settings.look_timeout_s), []
         except Unavailable as error:
             return None, [str(error)]
 
@@ -286,7 +334,7 @@ class Autoscaler:
         last = self.records.last
         if last is None:
             return None
-        heard = published.from_text(self._leadership.heard)
+        heard = wanted_from_text(self._leadership.heard)
         return last.decision if heard is None else replace(last.decision, wanted=heard)
 
     def _led_wanted(self) -> ByRole[int] | None:
@@ -295,10 +343,10 @@ class Autoscaler:
 
     def _to_publish(self) -> str:
         # Not asked whether it leads: what is published with the Lease is read only if it does.
-        return "" if self._led is None else published.to_text(self._led.wanted)
+        return "" if self._led is None else published_text(self._led.wanted)
 
     def _wanted(self) -> ByRole[int]:
-        own, heard = self._led_wanted(), published.from_text(self._leadership.heard)
+        own, heard = self._led_wanted(), wanted_from_text(self._leadership.heard)
         if own is not None:
             return own
         if heard is not None:

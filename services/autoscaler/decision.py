@@ -1,18 +1,23 @@
-"""Decision: what the plan wants of the two pools, and why: a record for the log, the metrics, the
-events on a Deployment, and whoever asks afterwards.
+"""Decision: the wanted numbers of workers of the two pools, and why: for the log, the metrics, and
+events of a Deployment. Carrying it out means to set `wanted` and to order `flips`, nothing else.
 
-A value. Whoever acts upon it sets `wanted` and orders `flips`, and nothing else.
+DecisionLog: the latest decisions with their outcomes; those that changed something are kept longer.
+Values; one asyncio loop.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from protos import autoscaler_pb2
 from services.autoscaler.signals import ByRole, Role
+
+# ---- decisions
 
 
 class Direction(StrEnum):
@@ -127,3 +132,74 @@ class Decision:
         flips = "".join(f", {flip.worker_id} becomes {flip.to.value}" for flip in self.flips)
         why = f"{self.reason.value}: {self.binding}" if self.binding else self.reason.value
         return f"{self.direction.value} ({what}{flips}): {why}"
+
+
+# ---- the log of decisions
+
+
+class ActionOutcome(StrEnum):
+    """The result of carrying out a decision."""
+
+    NOTHING = ""
+    """There was nothing to do."""
+    DONE = "done"
+    ORDERED = "ordered"
+    """Workers were told to flip; their answers are logged later."""
+    FAILED = "failed"
+    NOT_LEADER = "not_leader"
+    """Another autoscaler acts."""
+    ADVISED = "advised"
+    """Another system carries it out (act=false)."""
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """One decision."""
+
+    decided_unix_ms: int
+    decision: Decision
+    outcome: ActionOutcome
+    problem: str = ""
+
+    def to_proto(self) -> autoscaler_pb2.ScalingDecision:
+        """For whoever asks."""
+        return autoscaler_pb2.ScalingDecision(
+            decided_unix_ms=self.decided_unix_ms,
+            direction=self.decision.direction.value,
+            reason=self.decision.reason.value,
+            summary=self.decision.line(),
+            why_json=self.decision.to_json_line(),
+            outcome=self.outcome.value,
+            problem=self.problem,
+        )
+
+
+class DecisionLog:
+    """See the module."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._all: deque[DecisionRecord] = deque(maxlen=num_kept)
+        self._actions: deque[DecisionRecord] = deque(maxlen=num_kept)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """Since start, by direction and reason."""
+        self.outcomes: Counter[str] = Counter()
+        """Of those that were to act."""
+
+    def add(self, record: DecisionRecord) -> None:
+        """The newest."""
+        decision = record.decision
+        self._all.append(record)
+        self.counts[decision.direction.value, decision.reason.value] += 1
+        if decision.is_action:
+            self._actions.append(record)
+            self.outcomes[record.outcome.value] += 1
+
+    @property
+    def last(self) -> DecisionRecord | None:
+        """The newest; None: none yet."""
+        return self._all[-1] if self._all else None
+
+    def newest(self, num: int, *, only_actions: bool = False) -> list[DecisionRecord]:
+        """At most `num` (0: all that are kept), newest first."""
+        kept = list(self._actions if only_actions else self._all)[::-1]
+        return kept[:num] if num else kept

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from process import logs
-from process.tasks import end_tasks, start_task
+from process.background_tasks import end_tasks, start_task
 from services.autoscaler.config import KubernetesSettings
-from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
+from services.autoscaler.kubernetes_scaler import ApiError, KubernetesApi
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from process import metrics
 from process.metrics import Labels, gauge, gauges
-from services.autoscaler.decision import Decision
-from services.autoscaler.records import Records
+from services.autoscaler.decision import Decision, DecisionLog
 from services.autoscaler.signals import ByRole, Observations, Role
 
 _OUTCOMES = ("done", "ordered", "failed", "not_leader", "advised")
@@ -30,7 +29,7 @@ showed last is still true for whoever scrapes, until he scrapes again. No metric
 
 def read(
     labels: Labels,
-    records: Records,
+    records: DecisionLog,
     observations: Observations | None,
     *,
     wanted: ByRole[int] | None,
@@ -48,7 +47,7 @@ def silent(labels: Labels) -> Sequence[Metric]:
 
 def _read(
     labels: Labels,
-    records: Records,
+    records: DecisionLog,
     observations: Observations | None,
     wanted: ByRole[int] | None,
     is_leader: bool,
@@ -85,7 +84,7 @@ def _read(
         yield _terms(labels, last.decision)
 
 
-def _decisions(labels: Labels, records: Records) -> Metric:
+def _decisions(labels: Labels, records: DecisionLog) -> Metric:
     family = CounterMetricFamily(
         "baton_autoscaler_decisions",
         "Decisions by direction and reason.",

@@ -26,11 +26,11 @@ from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.node_ids import is_lender
+from process.background_tasks import start_task
 from process.deadline import Deadline
 from process.errors import BatonError
-from process.tasks import start_task
 from services.decode.leases import client_for, place_of
-from services.decode.pulls import Batch
+from services.decode.pulls import PullBatch
 from services.worker import handle as handles
 from services.worker.connector import reason_of
 from services.worker.core import WorkerCore
@@ -53,7 +53,7 @@ class Rest:
     num_unsealed: int = 0
     held_until_s: float = 0.0
 
-    def of(self, batch: Batch, first: int) -> Batch:
+    def of(self, batch: PullBatch, first: int) -> PullBatch:
         """Return `batch`, whose blocks begin at the prompt's block `first`, with what is known here
         of its unsealed blocks."""
         num_left_out = self.run.first_block + len(self.run.blocks) - first - len(batch.items)

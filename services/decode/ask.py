@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.request import Beam, Request, Sampling
 from kvstore.block_hash import HashTurns
-from process.spans import TraceContext
+from process.trace_spans import TraceContext
 from services.worker.chain import Chain
 
 

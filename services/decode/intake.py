@@ -31,7 +31,7 @@ from process.deadline import Deadline
 from services.decode.ahead import Ahead, Copied
 from services.decode.ask import DecodeAsk
 from services.decode.leases import give_back, is_for, is_home, place_of
-from services.decode.pulls import Batch, Pulled, pull
+from services.decode.pulls import PullBatch, Pulled, pull
 from services.worker import handle as handles
 from services.worker.core import WorkerCore
 from services.worker.provenance import FINGERPRINT, Leg
@@ -299,12 +299,12 @@ class Intake:
         if reason is not None:
             self._tell(reason)
 
-    def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[Batch], bool]:
+    def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[PullBatch], bool]:
         """Return the batches of `found` that are not loaded and have a place, and whether one was
         lost. Where the engine preempts, only the prompt has places before the start. Neighbours
         under one lease of one store incarnation are fetched together; the tail usually with its
         prompt."""
-        wanted: list[Batch] = []
+        wanted: list[PullBatch] = []
         first = self.num_blocks + self._has_tail
         for stretch in found:
             end = min(stretch.end, len(self._block_ids))
@@ -317,7 +317,7 @@ class Intake:
             if wanted and place_of(wanted[-1].run) == place_of(stretch.run):
                 wanted[-1] = replace(wanted[-1], items=wanted[-1].items + items)
             elif len(items):
-                wanted.append(Batch(stretch.run, items))
+                wanted.append(PullBatch(stretch.run, items))
             if num_places < len(block_ids):
                 return wanted, True
             first = end
@@ -325,7 +325,7 @@ class Intake:
 
     # ---- bytes
 
-    async def _pull(self, wanted: Sequence[Batch], deadline: Deadline) -> Pulled:
+    async def _pull(self, wanted: Sequence[PullBatch], deadline: Deadline) -> Pulled:
         return await pull(self._core, self._engine_id, wanted, deadline)
 
     async def _settle(self, pulled: Pulled) -> None:

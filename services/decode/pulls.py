@@ -20,7 +20,7 @@ from services.worker.loaded import Loaded
 
 
 @dataclass(frozen=True)
-class Batch:
+class PullBatch:
     """Blocks and their places, all under one lease of one store incarnation, given by the run.
     num_unsealed, held_until_s: as in KvStoreClient.get_blocks."""
 
@@ -61,7 +61,7 @@ class Pulled:
 
 
 async def pull(
-    core: WorkerCore, engine_id: str, wanted: Sequence[Batch], deadline: Deadline
+    core: WorkerCore, engine_id: str, wanted: Sequence[PullBatch], deadline: Deadline
 ) -> Pulled:
     """Copy and verify blocks, run by run, up to the first that fails. Unsealed blocks are copied
     without verification."""

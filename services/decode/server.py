@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from engine.outputs import RequestOutput
-from process import rpc, spans
+from process import rpc, trace_spans
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.ask import DecodeAsk
@@ -217,7 +217,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             num_samples=num_samples_of(message.sampling),
             beam=beam_from_proto(message.sampling),
             has_begun=message.has_begun,
-            trace=spans.parse_traceparent(message.traceparent) if message.traceparent else None,
+            trace=trace_spans.parse_traceparent(message.traceparent)
+            if message.traceparent
+            else None,
         )
 
     def _prefetch(self, key: int, message: common_pb2.KvHandle, session: StreamSession) -> None:

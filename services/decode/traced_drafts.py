@@ -4,7 +4,7 @@ others. One request, the loop's thread."""
 from __future__ import annotations
 
 from engine.speculation.remote import DraftTraces
-from process.spans import Span
+from process.trace_spans import Span
 
 
 class TracedDrafts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 
-from process.spans import Span
+from process.trace_spans import Span
 
 
 class TracedSteps:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from engine.speculation.draft_protocol import DraftRequest, DraftResponse
 from engine.speculation.draft_sessions import DraftSessions
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
-from process.tasks import end_tasks, start_task
 from services.worker.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.outputs import FilledBlock, RequestOutput, TokenLogprobs
+from engine.outputs import FilledBlock, PositionLogprobs, RequestOutput
 from engine.request import Beam, Sampling
-from process import spans
+from process import trace_spans
 from process.deadline import Deadline
 from process.errors import Internal
-from process.spans import Span
+from process.trace_spans import Span
 from services.prefill.early_handles import EarlyHandles
 from services.prefill.lent_prompt import LentPrompt
 from services.prefill.pins import Pin, Pins
@@ -131,7 +131,7 @@ class PrefillJob:
     first: asyncio.Future[Firsts]
     firsts: dict[int, RequestOutput] = field(default_factory=dict)
     """First tokens of the samples that have drawn, until all have."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     """Prompt log-probabilities that are not sent yet."""
     last_filled: Sequence[FilledBlock] = ()
     """Full blocks of the step that drew the first tokens: lent at once, stored afterwards."""
@@ -147,7 +147,7 @@ class PrefillJob:
     """Background chain of the blocks, where no handle waits for the store."""
     lent: LentPrompt | None = None
     """Lent blocks, where the direct path is used."""
-    span: Span = field(default_factory=spans.current_span)
+    span: Span = field(default_factory=trace_spans.current_span)
     chunks: TracedChunks = field(init=False)
     handed_over: frozenset[str] = frozenset()
     """Leases that belong to the handle; they count once the request is DONE."""

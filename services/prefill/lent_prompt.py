@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from engine.outputs import FilledBlock
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.exported_blocks import ExportOffer
+from process.background_tasks import start_task
 from process.errors import BatonError
-from process.tasks import start_task
 from services.worker.block_writer import TailSource
 from services.worker.connector import reason_of
 from services.worker.engine_port import WorkerEngine

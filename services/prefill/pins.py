@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError
-from process.tasks import end_tasks, start_task
 from services.worker.block_writer import RENEWALS_PER_TTL, ReleaseLater
 from services.worker.connector import StoreConnector
 

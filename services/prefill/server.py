@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc.aio
 
-from engine.outputs import RequestOutput, TokenLogprobs
+from engine.outputs import PositionLogprobs, RequestOutput
 from engine.scheduler import MAX_PROMPT_ROWS
-from process import rpc, spans
+from process import rpc, trace_spans
 from process.errors import BatonError, InvalidArgument
-from process.spans import NOOP_SPAN, Span
+from process.trace_spans import NOOP_SPAN, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefixRun
@@ -113,7 +113,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if not (core.tracing.is_on and traceparent):
             return NOOP_SPAN
         return core.tracing.follow(
-            "serve prefill", spans.parse_traceparent(traceparent), core.about
+            "serve prefill", trace_spans.parse_traceparent(traceparent), core.about
         )
 
     def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:
@@ -161,7 +161,7 @@ class _Caller:
         for event in firsts:
             self._put(_first_message(event))
 
-    async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    async def show_prompt_logprobs(self, logprobs: Sequence[PositionLogprobs]) -> None:
         for first in range(0, len(logprobs), MAX_PROMPT_ROWS):  # of several steps, if we were late
             part = logprobs[first : first + MAX_PROMPT_ROWS]
             self._put(prefill_pb2.PrefillReply(prompt_logprobs=logprobs_to_proto(part)))

@@ -15,10 +15,10 @@ import contextlib
 import logging
 from typing import Protocol
 
+from process.background_tasks import start_task
 from process.deadline import Deadline
 from process.errors import AlreadyExists, BatonError, Cancelled, Internal
-from process.spans import Span
-from process.tasks import start_task
+from process.trace_spans import Span
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import PrefillAsk
 from services.prefill.worker import Audience, PrefillWorker

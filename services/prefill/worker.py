@@ -31,7 +31,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.outputs import FilledBlock, StepOutput, TokenLogprobs
+from engine.outputs import FilledBlock, PositionLogprobs, StepOutput
 from engine.request import Request, Reservation
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
@@ -59,7 +59,7 @@ class Audience(Protocol):
     async def show_firsts(self, firsts: Firsts) -> None:
         """Send the first token of each sample; called once."""
 
-    async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    async def show_prompt_logprobs(self, logprobs: Sequence[PositionLogprobs]) -> None:
         """Send log-probabilities of the prompt's next tokens; all are sent before the first
         tokens."""
 

@@ -26,6 +26,7 @@ from google.protobuf import json_format
 
 from process import logs, rpc
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -37,7 +38,6 @@ from process.errors import (
 )
 from process.registry import REDIS_FAILURES
 from process.rpc import Dialer
-from process.tasks import end_tasks, start_task
 from protos import (
     common_pb2,
     decode_pb2_grpc,

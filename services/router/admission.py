@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from process.api_keys import TenantLimits
+from process.background_tasks import start_task
 from process.deadline import Clock, Deadline
 from process.errors import Internal, NoCapacity
-from process.tasks import start_task
 from services.router.admission_queue import FairQueue, Waiting, patience_s
 from services.router.admission_settings import AdmissionSettings
 from services.router.rate_limit import RateLimits

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from process import rpc, spans
+from process import rpc, trace_spans
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, decode_pb2
@@ -98,7 +98,7 @@ class DecodeLeg:
         """The worker has set blocks aside, and has the request wait for its places."""
         self.num_tokens_local = 0
         """Prompt tokens whose KV the worker holds already; known once reserved."""
-        self.span = spans.NOOP_SPAN
+        self.span = trace_spans.NOOP_SPAN
         """Of this leg, where its request is traced; it ends with the leg."""
         self.incarnation = ""
         """Of the worker, as its owner knows it."""

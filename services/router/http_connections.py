@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.errors import NoCapacity
-from process.tasks import end_tasks, start_task
 from services.router.http_errors import http_error_of
 from services.router.http_half_open import HalfOpen
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from process import logs, spans
+from process import logs, trace_spans
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -26,7 +26,7 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
-from process.spans import SpanKind
+from process.trace_spans import SpanKind
 from protos import common_pb2, prefill_pb2
 from services.router.decode_leg import DecodeLeg
 from services.router.handover import Path
@@ -169,12 +169,12 @@ class PrefillLeg:
             output_token_ids=self._samples.told_to_prefill,
             prompt_logprobs=job.prompt_logprobs if self._samples.begin_prompt() else None,
         )
-        about: dict[str, spans.Value] = {
+        about: dict[str, trace_spans.Value] = {
             "baton.worker_id": worker.worker_id,
-            **spans.server_attributes(worker.address),
-            **spans.rpc_attributes("Prefill", "Stream"),
+            **trace_spans.server_attributes(worker.address),
+            **trace_spans.rpc_attributes("Prefill", "Stream"),
         }
-        with spans.current_span().child("call prefill", about, kind=SpanKind.CLIENT) as span:
+        with trace_spans.current_span().child("call prefill", about, kind=SpanKind.CLIENT) as span:
             request.traceparent = span.traceparent
             return await self._cluster.prefills.prefill(
                 worker, request, self._deadline, self, choice.num_computed

@@ -12,8 +12,8 @@ import grpc.aio
 
 from process import logs, rpc
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks
 from process.rpc import Dialer
-from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from services.router.policy import PREFILL
 from services.router.probation import Probation

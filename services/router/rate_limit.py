@@ -77,7 +77,7 @@ class OverRate(NoCapacity):
 
 
 @dataclass
-class Bucket:
+class TokenBucket:
     """One tenant's levels, here. The same arithmetic as the script's."""
 
     requests: float
@@ -117,7 +117,7 @@ class RateLimits:
         self._take = client.register_script(_TAKE)
         self._give_back = client.register_script(_GIVE_BACK)
         self._ask_again_at_s = 0.0
-        self._own: OrderedDict[str, Bucket] = OrderedDict()
+        self._own: OrderedDict[str, TokenBucket] = OrderedDict()
         self.problem = ""
         """Why limits are this router's alone; empty: they are everybody's."""
 
@@ -176,11 +176,11 @@ class RateLimits:
             logs.event(logger, "rate_limits_alone", level=logging.WARNING, why=why)
         self.problem = "rate limits are kept by each router alone: Redis does not answer"
 
-    def _bucket(self, tenant: str, limits: TenantLimits) -> Bucket:
+    def _bucket(self, tenant: str, limits: TenantLimits) -> TokenBucket:
         bucket = self._own.get(tenant)
         if bucket is None:
             full = (float(limits.max_requests_per_min), float(limits.max_tokens_per_min))
-            bucket = self._own[tenant] = Bucket(*full, self._clock())
+            bucket = self._own[tenant] = TokenBucket(*full, self._clock())
             if len(self._own) > _MAX_BUCKETS:
                 self._own.popitem(last=False)
         self._own.move_to_end(tenant)

@@ -29,8 +29,8 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, registry
+from process.background_tasks import end_tasks
 from process.registry import BEAT_EVERY_S, BEAT_TTL_MS
-from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
 from services import adapter_wishes
 from services.router.remembered import Remembered

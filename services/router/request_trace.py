@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 
-from process.spans import Attributes, Span, Value
+from process.trace_spans import Attributes, Span, Value
 from process.tracing import Tracing
 from protos import common_pb2, inference_pb2
 from services.router.job import Job

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from process import spans
+from process import trace_spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, Unavailable
-from process.spans import SpanKind
+from process.trace_spans import SpanKind
 from protos import decode_pb2
 from services.router.decisions import FIRST
 from services.router.decode_leg import DecodeLeg
@@ -138,12 +138,12 @@ class Reserving:
     async def _ask(self, worker: WorkerView, ask: Ask) -> DecodeLeg:
         """Have `worker` set blocks aside, or queue the request; the leg is ours from here on."""
         bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
-        span = spans.current_span().child(
+        span = trace_spans.current_span().child(
             "call decode",
             {
                 "baton.worker_id": worker.worker_id,
-                **spans.server_attributes(worker.address),
-                **spans.rpc_attributes("Decode", "Stream"),
+                **trace_spans.server_attributes(worker.address),
+                **trace_spans.rpc_attributes("Decode", "Stream"),
             },
             kind=SpanKind.CLIENT,
         )

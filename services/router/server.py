@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from process import logs, rpc, spans
+from process import logs, rpc, trace_spans
 from process.errors import BatonError
-from process.spans import Attributes
+from process.trace_spans import Attributes
 from protos import inference_pb2
 from services.router.adapter_changes import AdapterChanges
 from services.router.caller import Caller
@@ -39,10 +39,10 @@ class GrpcCall(Call):
     name = f"{SERVICE}/Generate"
 
     def __init__(self, context: Context) -> None:
-        self.headers = spans.trace_headers(context.invocation_metadata() or ())
+        self.headers = trace_spans.trace_headers(context.invocation_metadata() or ())
 
     def about(self) -> Attributes:
-        return spans.rpc_attributes("Inference", "Generate")
+        return trace_spans.rpc_attributes("Inference", "Generate")
 
     def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
         code = "OK" if error is None else code_of(error).upper()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from process.deadline import Clock
-from process.spans import Value
+from process.trace_spans import Value
 
 BEFORE_FIRST = frozenset(
     {"prefill_queue", "prefill_fetch", "prefill_compute", "decode_fetch", "decode_queue"}

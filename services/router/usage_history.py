@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 
-from process.tasks import end_tasks, start_task
+from process.background_tasks import end_tasks, start_task
 from protos import inference_pb2
 from services.router.request_log import Totals
 

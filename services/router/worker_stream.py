@@ -26,10 +26,10 @@ import grpc.aio
 
 from process import logs, rpc
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from process.rpc import Dialer
-from process.tasks import end_tasks
 from services.router.views import WorkerView
 
 logger = logging.getLogger(__name__)

@@ -29,10 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from engine.lora.adapter import Adapter, read_adapter
+from engine.lora.adapter import LoraAdapter, read_adapter
 from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.errors import (
     BatonError,
     FailedPrecondition,
@@ -41,7 +42,6 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from process.tasks import end_tasks, start_task
 from protos import common_pb2
 from services import adapter_wishes
 from services.adapter_wishes import Wishes
@@ -284,16 +284,16 @@ class WorkerAdapters:
     def _loaded_names(self) -> str:
         return ", ".join(sorted({name for name, _ in self.known.keys})) or "none"
 
-    async def _read(self, folder: Path, limits: LoraLimits) -> Adapter:
+    async def _read(self, folder: Path, limits: LoraLimits) -> LoraAdapter:
         """Read an adapter's files on a daemon thread: one that hangs is abandoned, and counts until
         it returns."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         if len(self._readers) >= MAX_NUM_READING:
             raise NoCapacity(f"adapter: {MAX_NUM_READING} are being read already")
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Adapter] = loop.create_future()
+        done: asyncio.Future[LoraAdapter] = loop.create_future()
 
-        def settle(adapter: Adapter | None, problem: Exception | None) -> None:
+        def settle(adapter: LoraAdapter | None, problem: Exception | None) -> None:
             if done.done():
                 return  # its caller gave up
             if problem is not None:

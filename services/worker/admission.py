@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from engine.errors import NoBlocks
 from engine.request import Request, Reservation
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, NoCapacity
-from process.tasks import end_tasks, start_task
 from services.worker.adapters import check_digest
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread

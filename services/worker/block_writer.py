@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from engine.outputs import FilledBlock
 from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
-from process import spans
+from process import trace_spans
+from process.background_tasks import start_task
 from process.deadline import Deadline
 from process.errors import BatonError
-from process.tasks import start_task
 from services.worker.connector import StoreConnector, reason_of
 
 NO_ROOM = "no_room"
@@ -111,7 +111,7 @@ class BlockWriter:
         self._problem: str | None = None
         self._finishing = False
         self._wake = asyncio.Event()
-        self._span = spans.current_span()  # it may outlive its request's answer
+        self._span = trace_spans.current_span()  # it may outlive its request's answer
         self._task = start_task(self._write(), "block writer")
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Mark
+from kvstore.transport.device import DeviceMark
 
 STALL_S = 10.0
 """Seconds after which a device that has not computed one batch counts as failed."""
@@ -30,7 +30,7 @@ class Slot(Protocol):
     """A buffer pair that carries one batch to the device and its checksums back. Raises:
     RuntimeError when the device failed."""
 
-    def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
+    def start(self, block_ids: Sequence[int], after: DeviceMark | None) -> None:
         """Start the computation on the device, after all work that was started before in any slot,
         and after `after`."""
 
@@ -72,7 +72,7 @@ class ChecksumBatches(Generic[S]):
         self._turn = threading.Lock()
         self._failed = False
 
-    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[S]:
+    def begin(self, block_ids: Sequence[int], after: DeviceMark | None = None) -> Pending[S]:
         """Begin to checksum blocks as they lie on the device now, or after `after`; all batches
         that begin later wait for that, too. Raises: TransferFailed."""
         parts: list[_Part[S]] = []
@@ -89,7 +89,7 @@ class ChecksumBatches(Generic[S]):
                 self._free.append(self._land(part))
         return part.values
 
-    def _start(self, block_ids: Sequence[int], after: Mark | None) -> _Part[S]:
+    def _start(self, block_ids: Sequence[int], after: DeviceMark | None) -> _Part[S]:
         if self._failed:
             raise TransferFailed(f"checksums on {self._name}: it did not answer before")
         slot = self._free.pop() if self._free else self._land(self._busy[0])

@@ -34,6 +34,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Clock, Deadline
 from process.errors import (
     BatonError,
@@ -41,7 +42,6 @@ from process.errors import (
     FailedPrecondition,
     Unavailable,
 )
-from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.loaded import Loaded

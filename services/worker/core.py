@@ -30,7 +30,7 @@ from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import Dialer
-from process.spans import Value
+from process.trace_spans import Value
 from process.tracing import Tracing
 from protos import common_pb2
 from services.worker import status

@@ -20,7 +20,7 @@ from baton_kernels.block_checksums import block_checksums, room
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from kvstore import block_hash
-from kvstore.transport.device import Mark
+from kvstore.transport.device import DeviceMark
 from process.errors import FailedPrecondition
 from services.worker.checksum_batches import ChecksumBatches, Pending
 
@@ -77,7 +77,7 @@ class DeviceChecksums:
         torch.cuda.synchronize(cache.device)
         self.begin([0]).result()
 
-    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[_Slot]:
+    def begin(self, block_ids: Sequence[int], after: DeviceMark | None = None) -> Pending[_Slot]:
         """Begin to checksum blocks as they lie on the device now, or after `after`. Raises:
         TransferFailed."""
         return self._batches.begin(block_ids, after)
@@ -124,7 +124,7 @@ class _Slot:
         self.graphs: GraphSet[tuple[int, int]]
         """Of all slots; given before the first start."""
 
-    def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
+    def start(self, block_ids: Sequence[int], after: DeviceMark | None) -> None:
         """Copy the block ids to the device and start the computation, after `after`."""
         if after is not None:
             after.before(self._stream.cuda_stream)

@@ -11,7 +11,7 @@ from kvstore.transport.cuda_device import CudaDevice
 from process.errors import FailedPrecondition
 from services.worker.device_checksums import DeviceChecksums
 from services.worker.engine_port import KvMemoryPort
-from services.worker.sharded_device import BASE, Part, Run, ShardedDevice
+from services.worker.sharded_device import BASE, DevicePart, RecordRun, ShardedDevice
 
 
 def block_memory(kv: KvMemoryPort) -> BlockMemory:
@@ -42,11 +42,11 @@ def _spread(kv: KvMemoryPort) -> BlockMemory:
             "reached from this process (CUDA IPC; the log says why): leave store_address empty"
         )
     parts = [
-        Part(
+        DevicePart(
             CudaDevice.open(part.device_id),
             part.address,
             part.record_bytes,
-            tuple(Run(*run) for run in part.runs),
+            tuple(RecordRun(*run) for run in part.runs),
         )
         for part in kv.parts
     ]

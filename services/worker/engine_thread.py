@@ -42,8 +42,8 @@ from typing import Any, TypeVar
 from engine.metrics import EngineStats
 from engine.outputs import StepOutput
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.errors import Internal, Unavailable
-from process.tasks import end_tasks, start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.step_log import StepLog
 from services.worker.step_watch import StepWatch

@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferFailed, TransferTimeout, quarantine_of
-from kvstore.links import Link, Rates, Verdict, judge, num_blocks_wanted
+from kvstore.link_quality import Link, LinkRates, Verdict, judge, num_blocks_wanted
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
-from process.tasks import end_tasks, start_task
 from services.worker.engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Links:
             )
             self._again[link.node_id, link.transport] = timer
 
-    async def _rates(self, client: KvStoreClient, budget_s: float) -> Rates:
+    async def _rates(self, client: KvStoreClient, budget_s: float) -> LinkRates:
         lent: list[int] = []
         held: Quarantine | None = None
         try:

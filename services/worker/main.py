@@ -21,10 +21,10 @@ from typing import Any
 from engine.speculation.remote import DraftPeer
 from process import entrypoint, logs, tls
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks, start_task
 from process.metrics import HealthProbes, MetricsServer
 from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer
-from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
 from services.worker.config import WorkerSettings
 from services.worker.core import WorkerCore

@@ -44,10 +44,10 @@ from kvstore.errors import (
 )
 from kvstore.transport.base import BlockMemory
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from process.settings import SettingsError
-from process.tasks import end_tasks, start_task
 from services.worker.block_writer import NO_ROOM, RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of

@@ -20,9 +20,9 @@ from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
 from kvstore.errors import INCARNATION, STORE_UNAVAILABLE, TRANSPORT, TransferTimeout
 from process import logs
+from process.background_tasks import start_task
 from process.deadline import Clock, Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
-from process.tasks import start_task
 from services.worker.breaker import Breaker
 from services.worker.provenance import FINGERPRINT
 

@@ -4,7 +4,7 @@ provenance of its KV. They do nothing for a request that is not traced."""
 from __future__ import annotations
 
 from engine.outputs import RequestOutput, StepOutput
-from process.spans import Span, Value
+from process.trace_spans import Span, Value
 from services.worker.provenance import Leg, StageClock
 
 

@@ -18,8 +18,8 @@ import grpc.aio
 
 from process import rpc
 from process.authorization import RULES, PeerRole
+from process.background_tasks import end_tasks
 from process.errors import Unavailable
-from process.tasks import end_tasks
 from protos import decode_pb2_grpc, kvstore_pb2_grpc, prefill_pb2_grpc
 
 AddService = Callable[[grpc.aio.Server], None]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, Mark, Shared
+from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, DeviceMark, Shared
 from process.errors import FailedPrecondition
 
 BASE = 1 << 52
@@ -32,7 +32,7 @@ NOWHERE = ""
 """NIXL memory type of such memory: none, since NIXL cannot address it."""
 
 
-class Run(NamedTuple):
+class RecordRun(NamedTuple):
     """Bytes that are contiguous in a whole block and in a part's record of it."""
 
     block_offset: int
@@ -41,17 +41,17 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class DevicePart:
     """One device's share of every block: block b's record begins at address + b * record_bytes."""
 
     device: Device
     address: int
     record_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[RecordRun, ...]
 
 
 class _Piece(NamedTuple):
-    run: Run
+    run: RecordRun
     part: int
 
 
@@ -68,7 +68,7 @@ class ShardedDevice:
     memory = NOWHERE
     peer_copies = PEER_COPIES
 
-    def __init__(self, parts: Sequence[Part], block_bytes: int) -> None:
+    def __init__(self, parts: Sequence[DevicePart], block_bytes: int) -> None:
         self.parts = tuple(parts)
         self.block_bytes = block_bytes
         self.device_id = self.parts[0].device.device_id
@@ -93,7 +93,7 @@ class ShardedDevice:
         """Unregister host memory that was registered."""
         self.parts[0].device.unregister(address)
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceMark:
         """Return a mark of the kernels in progress on the engine's own device; those of other ranks
         have finished by then, since it needs their results."""
         return self.parts[0].device.compute_mark()
@@ -157,7 +157,7 @@ class _SpreadQueue:
         """Refuse copies between devices; never called, since no memory is mapped."""
         raise TransferFailed(_NOT_SHARED)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Return a mark that is over when all copies enqueued so far are."""
         return _AllMarks([queue.mark() for queue in self._queues])
 
@@ -170,7 +170,7 @@ class _SpreadQueue:
 class _AllMarks:
     """Mark that is over when the marks of all devices are."""
 
-    def __init__(self, marks: Sequence[Mark]) -> None:
+    def __init__(self, marks: Sequence[DeviceMark]) -> None:
         self._marks = marks
 
     def is_over(self) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from google.protobuf import json_format
 
 from engine.metrics import EngineStats
-from engine.outputs import SampleTrace, TokenLogprobs
+from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import FinishReason, ModelInfo
-from kvstore.links import Link, Verdict
+from kvstore.link_quality import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg, WorkerCounts
 
@@ -150,7 +150,7 @@ def times_to_proto(seconds: Mapping[str, float]) -> list[common_pb2.StageTime]:
     return [common_pb2.StageTime(stage=stage, seconds=value) for stage, value in seconds.items()]
 
 
-def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+def logprobs_to_proto(logprobs: Iterable[PositionLogprobs]) -> list[common_pb2.TokenLogprobs]:
     """Convert log-probabilities, one message per token."""
     return [
         common_pb2.TokenLogprobs(

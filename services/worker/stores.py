@@ -32,9 +32,9 @@ from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
 from kvstore.node_ids import is_lender
 from process import logs
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Clock, Deadline
 from process.errors import BatonError, DeadlineExceeded
-from process.tasks import end_tasks, start_task
 from services.worker.remote_peer import RemotePeer, close
 from services.worker.remote_peer import StoreUnusable as StoreUnusable
 from services.worker.store_target import Attach, StoreTarget, attach

@@ -47,11 +47,11 @@ from engine.outputs import FilledBlock
 from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
-from process import spans
+from process import trace_spans
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
-from process.spans import Span
-from process.tasks import end_tasks
+from process.trace_spans import Span
 from services.worker.block_writer import NO_ROOM
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
@@ -110,7 +110,7 @@ class WriteChain:
     problem: str = ""
     ends_by: Deadline | None = None
     """Time by which the chain must be stored; set when no further block will come."""
-    span: Span = field(default_factory=spans.current_span)
+    span: Span = field(default_factory=trace_spans.current_span)
     """Trace span of the request."""
 
     @property

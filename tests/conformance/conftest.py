@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvstore.config import KvStoreSettings
-from kvstore.connection import HEARTBEAT_S
+from kvstore.store_connection import HEARTBEAT_S
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from tests.harness.store import (
     BLOCK_BYTES,

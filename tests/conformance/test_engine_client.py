@@ -21,7 +21,7 @@ import transformers
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.request import FinishReason, Sampling
-from engine_client.base import Ask, EngineClient, News
+from engine_client.interface import Ask, EngineClient, News
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
 from process.errors import (

@@ -26,9 +26,9 @@ from engine.request import Sampling
 from engine.testing.fake_model import FakeModel
 from engine_client import messages
 from engine_client.async_client import AsyncProcessClient
-from engine_client.base import Ask, EngineClient, News
 from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
+from engine_client.interface import Ask, EngineClient, News
 from engine_client.process_client import ProcessClient
 from process.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, Unavailable
 from tests.harness.engine_clients import AsyncFace, fake, make_client

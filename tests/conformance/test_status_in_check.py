@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.block_store import BlockStore
 from kvstore.store_node import WorkerInfo
 from process import rpc
@@ -20,7 +20,7 @@ WAIT_S = 30.0
 
 
 async def test_a_status_does_not_wait_for_the_end_of_a_check(
-    store: serve.RunningStore,
+    store: store_process.RunningStore,
     new_worker: Callable[..., Any],
     chain: Callable[[str, int], list[bytes]],
     monkeypatch: pytest.MonkeyPatch,
@@ -58,7 +58,7 @@ async def test_a_status_does_not_wait_for_the_end_of_a_check(
 
 
 async def test_leases_end_while_a_check_goes_on(
-    store: serve.RunningStore, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a store of a million blocks, whose only worker is silent: no check comes to its end."""
     began = asyncio.Event()

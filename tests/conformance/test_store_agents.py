@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import serve, store_node
+from kvstore import store_node, store_process
 from kvstore.block_source import WorkerInfo
 from kvstore.config import KvStoreSettings
 from kvstore.nixl_push import PeerBlocks
@@ -38,7 +38,9 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
             made.set()
 
     monkeypatch.setattr(store_node, "take_memory", slow)
-    async with serve.running(dataclasses.replace(store_settings, stop_timeout_s=0.0)) as store:
+    async with store_process.running(
+        dataclasses.replace(store_settings, stop_timeout_s=0.0)
+    ) as store:
         attaching = asyncio.create_task(new_worker(store.address, "grpc"))
         await until(begun.is_set)
         asyncio.get_running_loop().call_later(0.3, may_go_on.set)
@@ -49,7 +51,7 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
 
 
 async def test_a_worker_that_leaves_while_it_is_met_leaves_no_peer_behind(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled while the store's NIXL agent takes its metadata in."""
     await new_worker(store.address, "nixl")
@@ -95,7 +97,7 @@ async def test_a_worker_that_leaves_while_it_is_met_leaves_no_peer_behind(
 
 
 async def test_an_agent_that_cannot_take_the_slab_is_not_left_behind(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each further worker would leave another one, with its threads."""
     register, refused = NixlAgent.register, []

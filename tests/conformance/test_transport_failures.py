@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import errors, serve
+from kvstore import errors, store_process
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.slot_pool import SlotState
@@ -74,7 +74,7 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def driven(store: serve.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
+def driven(store: store_process.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Give the store, which nothing met yet, a clock of the test's own. Returns: a wait for a
     condition, in which a second passes on that clock between two looks."""
     clock = Clock()
@@ -302,7 +302,7 @@ async def test_a_killed_worker_leaks_nothing(
     transport: str,
     what: str,
 ) -> None:
-    async with serve.running(store_settings) as running:
+    async with store_process.running(store_settings) as running:
         passes = driven(running)
         worker = await lone_worker(running.address, transport, what)
         truth = running.node.store
@@ -317,7 +317,7 @@ async def test_a_killed_worker_leaks_nothing(
 
 
 async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
-    store: serve.RunningStore,
+    store: store_process.RunningStore,
     lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
     pause: Pause,
 ) -> None:
@@ -339,7 +339,7 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
 
 
 async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
-    store: serve.RunningStore,
+    store: store_process.RunningStore,
     new_worker: NewWorker,
     chain: Chain,
     lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
@@ -369,7 +369,7 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
 
 
 async def test_a_push_that_nobody_knows_is_over_and_stays_so(
-    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
 ) -> None:
     """The question overtook the request: the request is refused when it comes."""
     worker = await new_worker(store.address, "nixl")
@@ -387,7 +387,7 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
 
 
 async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
-    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
 ) -> None:
     """A lapsed lease is no stalled store: that would take the store from everybody."""
     worker = await new_worker(store.address, "nixl")

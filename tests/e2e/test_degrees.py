@@ -47,7 +47,7 @@ def test_prefill_and_decode_of_other_degrees_give_the_tokens_of_transformers(see
         ranks = [
             process
             for process in psutil.Process().children(recursive=True)
-            if "engine.parallel.child" in process.cmdline()
+            if "engine.parallel.rank_main" in process.cmdline()
         ]
         assert len(ranks) == 2
         assert_idle(cluster)

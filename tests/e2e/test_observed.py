@@ -35,7 +35,7 @@ from baton.answers import Completion
 from baton.client import SyncClient
 from baton.cluster.supervisor import ClusterEvent
 from process.errors import InvalidArgument
-from process.spans import TraceContext
+from process.trace_spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of
 from tests.harness.cluster import DRAWN_TRANSPORT, STORE_SIZE, assert_idle, oracle, prompts

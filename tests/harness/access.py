@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import api_key_file
-from baton.certificates import CertSet
+from baton.development_certificates import CertSet
 from process import api_keys
 from process.authorization import PeerRole as Role
 from process.tls import TlsSettings

@@ -21,9 +21,14 @@ from protos import (
     worker_control_pb2_grpc,
 )
 from services.autoscaler.app import Autoscaler
-from services.autoscaler.config import AutoscalerSettings
-from services.autoscaler.fake_scaler import FakeScaler
-from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, ScaleLimits
+from services.autoscaler.config import (
+    AutoscalerSettings,
+    Pace,
+    PlanSettings,
+    PoolLimits,
+    ScaleLimits,
+)
+from services.autoscaler.testing.fake_scaler import FakeScaler
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock, until
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
-from kvstore import serve
+from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -223,7 +223,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     if not key_file.exists():
         signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
-        store = await stack.enter_async_context(serve.running(store_settings))
+        store = await stack.enter_async_context(store_process.running(store_settings))
         made = []
         for name, role in (("prefill", PrefillRole), ("decode", DecodeRole)):
             config = EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024)

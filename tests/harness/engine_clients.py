@@ -14,12 +14,12 @@ from typing import Any, Self, TypeVar
 from engine.config import EngineConfig
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.request import ModelInfo
-from engine_client import link
+from engine_client import child_process_link
 from engine_client.async_client import AsyncProcessClient
-from engine_client.base import Ask, EngineClient, LoadedAdapter, News
 from engine_client.config import ClientLimits
-from engine_client.failure import Failure
+from engine_client.encoded_errors import Failure
 from engine_client.in_process import InProcessClient
+from engine_client.interface import Ask, EngineClient, LoadedAdapter, News
 from engine_client.process_client import DataParallelClient, ProcessClient
 from process.errors import BatonError
 
@@ -38,7 +38,7 @@ def make_client(
     kind: str,
     config: EngineConfig,
     *,
-    program: Sequence[str] = link.PROGRAM,
+    program: Sequence[str] = child_process_link.PROGRAM,
     limits: ClientLimits | None = None,
 ) -> EngineClient:
     """A client of this kind with an engine of its own; two for data_parallel."""

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine_client import child
+from engine_client import engine_process
 
 if TYPE_CHECKING:
     import torch
@@ -58,4 +58,4 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LL
 
 if __name__ == "__main__":
     mode = sys.argv.pop(1)
-    child.run(make_engine)
+    engine_process.run(make_engine)

@@ -18,13 +18,13 @@ from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.rpc import PLAIN
-from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings
@@ -127,7 +127,7 @@ async def site(
         process = SharedProcess(maker.folder, VOCAB)
         stack.callback(process.end)
         store = await stack.enter_async_context(
-            serve.running(
+            store_process.running(
                 KvStoreSettings(
                     slab_dir=str(folder), capacity_bytes=4 * 1024 * 1024, stop_timeout_s=0.0
                 )

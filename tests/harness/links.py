@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from kvstore import links
+from kvstore import link_quality
 from kvstore.errors import TransferFailed as TransferFailed
 from kvstore.errors import quarantine_of
-from kvstore.links import MAX_BLOCKS as MAX_BLOCKS
-from kvstore.links import MAX_SHARE as MAX_SHARE
-from kvstore.links import Rates
-from kvstore.links import num_blocks_wanted as num_blocks_wanted
+from kvstore.link_quality import MAX_BLOCKS as MAX_BLOCKS
+from kvstore.link_quality import MAX_SHARE as MAX_SHARE
+from kvstore.link_quality import LinkRates
+from kvstore.link_quality import num_blocks_wanted as num_blocks_wanted
 from process.deadline import Deadline
 from tests.harness.store import Worker
 from tests.harness.waiting import WAIT_S, until
@@ -38,7 +38,7 @@ async def assert_clean(worker: Worker) -> None:
 
 async def measure_and_settle(
     worker: Worker, block_ids: Sequence[int], deadline: Deadline
-) -> Rates | None:
+) -> LinkRates | None:
     """Whatever becomes of it, nothing writes into the blocks any more when this returns."""
     try:
         return await worker.client.measure(block_ids, deadline)
@@ -70,6 +70,6 @@ def transfer_clock(
         return await get(lease_id, items, deadline)
 
     transport.put, transport.get = slow_put, slow_get
-    with mock.patch.object(links, "time", clock):
+    with mock.patch.object(link_quality, "time", clock):
         yield
     transport.put, transport.get = put, get

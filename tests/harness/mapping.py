@@ -20,7 +20,7 @@ from kvstore.block_lender import LenderLimits as LenderLimits
 from kvstore.block_refs import Block
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import GetItems, GetResult
-from kvstore.transport.device import Mark
+from kvstore.transport.device import DeviceMark
 from kvstore.transport.device import PeerCopies as PeerCopies
 from process.deadline import Deadline
 from process.errors import NoCapacity
@@ -205,7 +205,7 @@ class DeviceHasher:
         self._stream = FakeStream()
         object.__setattr__(reader.memory, "device_checksums", self)
 
-    def begin(self, block_ids: Any, after: Mark | None = None) -> Any:
+    def begin(self, block_ids: Any, after: DeviceMark | None = None) -> Any:
         """Computed when that is over, and no sooner."""
         self.begun.append(list(block_ids))
         if after is not None:

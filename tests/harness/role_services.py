@@ -14,8 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
+from baton.development_certificates import CertSet
 from process import grpc_server, rpc
 from process.authorization import RULES
 from process.authorization import WORKERS as WORKERS
@@ -124,12 +124,12 @@ def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSett
     ca = x509.load_pem_x509_certificate(made.ca_file.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton://role/router")])
-    one = certificates._builder(subject, ca.subject, key, 1)
+    one = development_certificates._builder(subject, ca.subject, key, 1)
     if names:
         hosts = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
         one = one.add_extension(hosts, critical=False)
     certificate = one.sign(ca_key, hashes.SHA256())  # type: ignore[arg-type]
     files = (folder / "crt", folder / "key")
     files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    replace_file(files[1], certificates._key_pem(key), mode=0o600)
+    replace_file(files[1], development_certificates._key_pem(key), mode=0o600)
     return TlsSettings(str(made.ca_file), str(files[0]), str(files[1]))

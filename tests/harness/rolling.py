@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from baton.answers import Provenance
 from baton.client import Client, SyncClient
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster.local_cluster import START_TIMEOUT_S, LocalCluster
 from engine.request import Sampling
 from tests.conftest import LONG

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from process.tasks import end_tasks, start_task
+from process.background_tasks import end_tasks, start_task
 from protos import common_pb2
 from services import adapter_wishes
 from services.router.fakes.worker import FakeWorker

@@ -16,7 +16,7 @@ from engine.grammar.service import GrammarService
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, Parked, Parking
-from engine.request import FinishReason, GrammarSpec, Request, Sampling, State
+from engine.request import FinishReason, GrammarSpec, Request, RequestState, Sampling
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
@@ -354,7 +354,7 @@ def _interrupt(engine: LLMEngine, live: Sequence[Request], rng: random.Random) -
                 raise
 
 
-def states(engine: LLMEngine) -> set[State]:
+def states(engine: LLMEngine) -> set[RequestState]:
     """Of all live samples."""
     return {
         sequence.state for group in engine._groups.values() for sequence in group.samples.values()

@@ -7,7 +7,7 @@ import torch
 import transformers
 from baton_kernels.lora import group_rows
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
 from engine.kv.memory import KvMemory
 from engine.lora.stacked_weights import StackedLora
@@ -22,8 +22,12 @@ from engine.models.llama import (
 from engine.models.weights import random_weights
 
 _STEPS = (
-    (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),
-    (Span(7, 1, (3, 1)), Span(1, 5, (2, 0)), Span(3, 4, (5, 4), branches=(-1, 0, -1))),
+    (TokenSpan(0, 7, (3, 1)), TokenSpan(0, 1, (2,)), TokenSpan(0, 3, (5,))),
+    (
+        TokenSpan(7, 1, (3, 1)),
+        TokenSpan(1, 5, (2, 0)),
+        TokenSpan(3, 4, (5, 4), branches=(-1, 0, -1)),
+    ),
 )
 """Chunks, and a token tree, beside single tokens, off and on block borders."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from baton_kernels.linear import Extras, between_products, linear, linear_reference
 
-from engine.batch import Span
+from engine.batch import TokenSpan
 from engine.layers.linear import FusedLinear
 from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank
 from tests.kernels.conftest import DEVICE, some
@@ -101,7 +101,7 @@ def test_rows_with_an_adapter_are_normed_with_what_it_adds(
     inner, stream = randn(5, depth), randn(5, hidden)
 
     def run(adapters: Sequence[int], *, is_half: bool) -> torch.Tensor:
-        rows.place([Span(0, 1, (index,), slot) for index, slot in enumerate(adapters)])
+        rows.place([TokenSpan(0, 1, (index,), slot) for index, slot in enumerate(adapters)])
         half = maker.room(inner, taker, norm, 1e-5) if is_half else None
         assert (half is not None) == is_half
         x = maker.forward(inner, residual=stream.clone(), leaves=half)

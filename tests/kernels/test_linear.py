@@ -215,13 +215,13 @@ def test_swiglu_of_many_rows_in_one_launch(
     randn: Callable[..., torch.Tensor],
     poisoned: Callable[..., torch.Tensor],
 ) -> None:
-    from baton_kernels import hopper
+    from baton_kernels import hopper_support
     from baton_kernels.gated_linear_hopper import silu_gated
 
     x = randn(num_rows, depth + 64, dtype=torch.bfloat16)[:, :depth]
     weight = randn(2 * width, depth, dtype=torch.bfloat16) / depth**0.5
     out = poisoned(num_rows, width + 8, dtype=torch.bfloat16)
-    if not hopper.can_gate(x, weight, out[:, :width]):
+    if not hopper_support.can_gate(x, weight, out[:, :width]):
         pytest.skip("not this GPU's, or not this Triton's")
     silu_gated(x, weight, out[:, :width])
     truth = truth_of(x, weight, {"is_gated": True})

@@ -10,8 +10,8 @@ import pytest
 import torch
 from baton_kernels import attention_plan
 from baton_kernels.attention import decode_attention, rotate_and_attend
-from baton_kernels.block_rows import BlockRows
 from baton_kernels.layer_ops import rotate_and_write
+from baton_kernels.paged_kv import BlockRows
 
 from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import Cache, Shape, close

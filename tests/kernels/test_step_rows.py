@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels.step_rows import (
+from baton_kernels.decode_step_rows import (
     HEADER_WORDS,
     LAST_NUMBER,
     ImageLayout,

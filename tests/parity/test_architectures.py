@@ -117,9 +117,9 @@ def test_the_rehearsal_sees_an_attention_that_is_slightly_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It must be able to fail: one token more in the window is enough."""
-    from baton_kernels import reference
+    from baton_kernels import attention_reference
 
-    right = reference.one_mask
+    right = attention_reference.one_mask
 
     def wrong(
         ends: torch.Tensor, num_positions: int, window: int | None, dtype: torch.dtype
@@ -128,6 +128,6 @@ def test_the_rehearsal_sees_an_attention_that_is_slightly_wrong(
 
     config = small_config("mistral")
     check_architecture(config, "mistral")
-    monkeypatch.setattr(reference, "one_mask", wrong)
+    monkeypatch.setattr(attention_reference, "one_mask", wrong)
     with pytest.raises(ModelNotSupported, match="off those of transformers"):
         check_architecture(config, "mistral")

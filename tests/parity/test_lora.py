@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 from torch.overrides import TorchFunctionMode
 
 from checkpoints.architectures import SERVED
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.errors import InvalidAdapter
 from engine.kv.memory import KvMemory
@@ -126,14 +126,14 @@ def _batch(rng: random.Random, cases: list[Case], block_size: int) -> tuple[Batc
     """Some of what is left: chunks of any size, single tokens like decodes among them."""
     open_cases = [case for case in cases if case.done < len(case.tokens)]
     chosen = rng.sample(open_cases, rng.randint(1, len(open_cases)))
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     row: list[int] = []
     draws: list[int] = []
     for case in chosen:
         left = len(case.tokens) - case.done
         count = min(left, rng.choice([1, 1, 2, 7, 40]))
         end = case.done + count
-        spans.append(Span(case.done, count, case.blocks[: -(-end // block_size)], case.slot))
+        spans.append(TokenSpan(case.done, count, case.blocks[: -(-end // block_size)], case.slot))
         row += case.tokens[case.done : end]
         draws.append(len(row) - 1)
         case.done = end
@@ -224,7 +224,7 @@ def test_bfloat16_is_within_its_own_rounding(
     tokens = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(100))
     errors = {}
     for slot, reference in ((0, oracle), (1, merged(oracle, folder))):
-        batch = Batch(tokens, (Span(0, 100, tuple(range(7)), slot),), tuple(range(100)))
+        batch = Batch(tokens, (TokenSpan(0, 100, tuple(range(7)), slot),), tuple(range(100)))
         with torch.inference_mode():
             wanted = reference(torch.tensor([tokens])).logits[0]
         errors[slot] = float((model.forward(batch).float() - wanted).norm() / wanted.norm())

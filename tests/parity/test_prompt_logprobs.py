@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.engine import LLMEngine
-from engine.outputs import TokenLogprobs
+from engine.outputs import PositionLogprobs
 from engine.request import Request, Sampling
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
@@ -29,14 +29,14 @@ NUM_TOP = 5
 
 def _ask(
     engine: LLMEngine, prompts: dict[str, list[int]], scored: set[str]
-) -> dict[str, list[TokenLogprobs]]:
+) -> dict[str, list[PositionLogprobs]]:
     """Of those that are to be scored; all of them decode a few tokens, too."""
     for name, prompt in prompts.items():
         sampling = Sampling(max_tokens=4, ignore_eos=True, logprobs=1 if name in scored else None)
         wanted = NUM_TOP if name in scored else None
         engine.reserve(Request(name, tuple(prompt), sampling, block_hash, prompt_logprobs=wanted))
         engine.start(name)
-    found: dict[str, list[TokenLogprobs]] = {}
+    found: dict[str, list[PositionLogprobs]] = {}
     for event in all_events(engine):
         assert event.error is None
         if event.prompt_logprobs:
@@ -80,7 +80,7 @@ def test_they_are_those_of_a_plain_pass(
         engine.close()
 
 
-def _check(tiny: Tiny, prompt: list[int], found: list[TokenLogprobs]) -> None:
+def _check(tiny: Tiny, prompt: list[int], found: list[PositionLogprobs]) -> None:
     with torch.inference_mode():
         logits = tiny.oracle(torch.tensor([prompt])).logits[0]
     expected = torch.log_softmax(logits.float(), dim=-1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.client import Credentials
-from baton.cluster.state import ClusterState
+from baton.cluster.running_clusters import ClusterState
 from kvstore.config import KvStoreSettings
 from process import settings
 from process.api_keys import ApiKey

@@ -25,14 +25,19 @@ from protos import (
     externalscaler_pb2,
     externalscaler_pb2_grpc,
 )
-from services.autoscaler.acting import Outcome
-from services.autoscaler.decision import Decision, Direction, Flip, Reason
-from services.autoscaler.flips import FORGET_S
-from services.autoscaler.limits import Pace
+from services.autoscaler.actuator import FORGET_S
+from services.autoscaler.config import Pace
+from services.autoscaler.decision import (
+    ActionOutcome,
+    Decision,
+    DecisionRecord,
+    Direction,
+    Flip,
+    Reason,
+)
+from services.autoscaler.grpc_services import MAX_REQUEST_BYTES
 from services.autoscaler.metrics import SILENCE_S
-from services.autoscaler.records import Record
 from services.autoscaler.scaler import ScalerError, UnitState
-from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
 from tests.harness.autoscaler_bench import Cluster, Worker, running
 from tests.harness.router_bench import BOUND_S
@@ -48,7 +53,7 @@ async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
         return reply
 
 
-async def burst(cluster: Cluster) -> Record:
+async def burst(cluster: Cluster) -> DecisionRecord:
     """Load that one pair cannot serve, until more are asked for, or for a while."""
     for _ in range(4):
         cluster.traffic.num_arrived += 500
@@ -56,7 +61,7 @@ async def burst(cluster: Cluster) -> Record:
         cluster.traffic.num_prompt_tokens += 10 * 4000
         cluster.traffic.num_output_tokens += 10 * 400
         cluster.traffic.num_queued = 400
-        record: Record = await cluster.decide()
+        record: DecisionRecord = await cluster.decide()
         if record.decision.is_action:
             break
     return record
@@ -67,7 +72,7 @@ async def test_load_that_one_pair_cannot_serve_starts_workers() -> None:
         record = await burst(cluster)
         cluster.scaler.settle()
         assert record.decision.direction is Direction.UP, record.decision.line()
-        assert record.outcome is Outcome.DONE
+        assert record.outcome is ActionOutcome.DONE
         scale = await cluster.scaler.get({})
         wanted = ByRole(scale.prefill.wanted, scale.decode.wanted)
         assert wanted == record.decision.wanted
@@ -151,7 +156,7 @@ async def test_workers_that_cannot_be_counted_are_left_alone() -> None:
         cluster.clock.now_s += 1.0
         for _ in range(3):
             record = await cluster.decide()
-        assert not record.decision.is_action or record.outcome is Outcome.FAILED
+        assert not record.decision.is_action or record.outcome is ActionOutcome.FAILED
         cluster.scaler.error = None
         assert cluster.scaler.num_changes == 0
         reply = await ask(cluster.autoscaler.address)
@@ -169,7 +174,7 @@ def decision(direction: Direction, wanted: ByRole[int], *flips: Flip) -> Decisio
     )
 
 
-async def act(cluster: Cluster, decided: Decision) -> tuple[Outcome, str]:
+async def act(cluster: Cluster, decided: Decision) -> tuple[ActionOutcome, str]:
     acting, observing = cluster.autoscaler._acting, cluster.autoscaler._observing
     return await acting.act(
         decided,
@@ -184,9 +189,9 @@ async def test_a_flip_is_ordered_once_and_counted_where_it_goes() -> None:
         worker = cluster.workers["decode-1"]
         worker.gate.clear()
         flip = decision(Direction.FLIP, ByRole(2, 1), Flip("decode-1", Role.PREFILL))
-        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        assert await act(cluster, flip) == (ActionOutcome.ORDERED, "")
         await until(lambda: worker.asked == ["prefill"])
-        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        assert await act(cluster, flip) == (ActionOutcome.ORDERED, "")
         await cluster.decide()
         seen = cluster.autoscaler._observations
         assert seen is not None and seen.num_flipping == 1
@@ -281,7 +286,7 @@ async def test_a_worker_that_is_gone_is_said() -> None:
     async with running() as cluster:
         gone = decision(Direction.FLIP, ByRole(2, 0), Flip("decode-9", Role.PREFILL))
         outcome, problem = await act(cluster, gone)
-        assert outcome is Outcome.FAILED and "decode-9" in problem
+        assert outcome is ActionOutcome.FAILED and "decode-9" in problem
 
 
 @dataclass
@@ -301,10 +306,10 @@ async def test_who_does_not_lead_or_only_advises_changes_nothing() -> None:
     up = decision(Direction.UP, ByRole(2, 2))
     async with running() as cluster:
         cluster.autoscaler._acting._leadership = Told()
-        assert await act(cluster, up) == (Outcome.NOT_LEADER, "")
+        assert await act(cluster, up) == (ActionOutcome.NOT_LEADER, "")
         assert cluster.scaler.num_changes == 0
     async with running(act=False) as cluster:
-        assert await act(cluster, up) == (Outcome.ADVISED, "")
+        assert await act(cluster, up) == (ActionOutcome.ADVISED, "")
         assert cluster.scaler.num_changes == 0
 
 
@@ -319,7 +324,7 @@ async def test_leadership_that_ends_in_the_middle_ends_the_action() -> None:
 
         cluster.scaler.set = set_then_lose  # type: ignore[method-assign]
         outcome, problem = await act(cluster, decision(Direction.UP, ByRole(2, 2)))
-        assert outcome is Outcome.FAILED and "another autoscaler may lead" in problem
+        assert outcome is ActionOutcome.FAILED and "another autoscaler may lead" in problem
         scale = await cluster.scaler.get({})
         assert (scale.prefill.wanted, scale.decode.wanted) == (2, 1)
 
@@ -440,10 +445,10 @@ async def test_a_failure_that_goes_on_is_announced_once() -> None:
         up = decision(Direction.UP, ByRole(2, 2))
         cluster.scaler.error = ScalerError("no rights")
         for _ in range(3):
-            assert await act(cluster, up) == (Outcome.FAILED, "no rights")
+            assert await act(cluster, up) == (ActionOutcome.FAILED, "no rights")
         assert [problem for _, _, problem in cluster.scaler.announced] == ["no rights"]
         cluster.scaler.error = None
-        assert await act(cluster, up) == (Outcome.DONE, "")
+        assert await act(cluster, up) == (ActionOutcome.DONE, "")
         cluster.scaler.error = ScalerError("no rights")
         await act(cluster, up)
         assert [problem for _, _, problem in cluster.scaler.announced] == [

@@ -10,7 +10,7 @@ import pytest
 from process import registry
 from process.errors import Unavailable
 from protos import common_pb2
-from services.autoscaler import registry_look
+from services.autoscaler import observer
 from services.worker.status import status_to_json
 from tests.harness.redis_server import RedisServer
 
@@ -45,7 +45,7 @@ async def test_only_those_that_live_are_seen_each_as_old_as_its_beat(server: Red
         await client.hset(key, mapping={"r": "{no json", "s": '{"models": 3}'})
         for router in ("r", "s"):
             await client.set(registry.beat_key("router", router), "1", px=TTL_MS)
-        found = await registry_look.look(client, 5.0, beat_ttl_ms=TTL_MS)
+        found = await observer.look_at_registry(client, 5.0, beat_ttl_ms=TTL_MS)
     finally:
         await client.aclose()
     ages = {beaten.entry_id: beaten.age_s for beaten in found.workers}
@@ -62,7 +62,7 @@ async def test_redis_away_is_one_line(server: RedisServer) -> None:
     server.kill()
     try:
         with pytest.raises(Unavailable, match="Redis does not answer") as caught:
-            await registry_look.look(client, 1.0)
+            await observer.look_at_registry(client, 1.0)
         assert "\n" not in str(caught.value)
     finally:
         await client.aclose()

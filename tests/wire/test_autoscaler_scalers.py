@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.scale_service import ScaleService
-from baton.cluster.supervisor import State, Supervisor
+from baton.cluster.supervisor import ProcessState, Supervisor
 from baton.errors import ClusterError
-from services.autoscaler.fake_scaler import FakeScaler
-from services.autoscaler.kubernetes_api import KubernetesApi
-from services.autoscaler.kubernetes_scaler import KubernetesScaler
+from services.autoscaler.kubernetes_scaler import KubernetesApi, KubernetesScaler
 from services.autoscaler.local_scaler import LocalScaler
 from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
 from services.autoscaler.signals import ByRole, Role
+from services.autoscaler.testing.fake_scaler import FakeScaler
 from tests.harness import kubernetes_server
 
 P, D = Role.PREFILL, Role.DECODE
@@ -67,7 +66,7 @@ class ManyProcesses:
         self.num_started = 0
 
     def list_workers(self) -> list[tuple[str, str, str]]:
-        states = {State.READY: "ready", State.RETIRING: "leaving"}
+        states = {ProcessState.READY: "ready", ProcessState.RETIRING: "leaving"}
         infos = self.supervisor.processes().values()
         return [(info.name, info.kind, states.get(info.state, "starting")) for info in infos]
 

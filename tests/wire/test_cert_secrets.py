@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 from cryptography import x509
 
-from baton import certificates
-from baton.certificates import CertsError, SecretsPlace
+from baton import development_certificates
+from baton.development_certificates import CertsError, SecretsPlace
 from process.authorization import WORKERS, PeerRole, roles_of
 from process.tls import TlsIdentity, TlsSettings
 
@@ -61,7 +61,7 @@ async def cluster() -> AsyncIterator[tuple[ApiServer, client.CoreV1Api]]:
 async def write(api: client.CoreV1Api, place: SecretsPlace = PLACE, **more: Any) -> list[str]:
     servers = {"redis": "baton-redis.models.svc"}
     return await asyncio.to_thread(
-        certificates.write_secrets,
+        development_certificates.write_secrets,
         place,
         hosts=["localhost"],
         days=30,
@@ -155,6 +155,6 @@ async def test_an_api_server_that_is_not_there_is_one_line() -> None:
 def test_outside_of_a_pod_the_namespace_is_asked_for() -> None:
     absent = Path("/no/such/file")
     with pytest.raises(CertsError, match="--namespace: needed"):
-        certificates.write_secrets(
+        development_certificates.write_secrets(
             SecretsPlace("p"), hosts=[], days=1, servers={}, api=object(), namespace_file=absent
         )

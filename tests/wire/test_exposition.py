@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
 from process.registry import BEAT_TTL_MS
@@ -91,7 +91,7 @@ async def test_workers_and_store(tmp_path: Path) -> None:
     grows where it says so."""
     async with pair(tmp_path) as p:
         loop = asyncio.get_running_loop()
-        store = serve.StoreMetrics(p.store.node, None)
+        store = store_process.StoreMetrics(p.store.node, None)
         async with (
             _served(WorkerCollector(p.prefill.core, loop)) as prefill,
             _served(WorkerCollector(p.decode.core, loop)) as decode,
@@ -225,7 +225,7 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             redis_timeout_s=5.0,  # one that is gone says so at once
             metrics_listen="127.0.0.1:0",
         )
-        async with serve.running(settings) as store:
+        async with store_process.running(settings) as store:
             publisher = store.publisher
             assert publisher is not None
             await until(lambda: publisher.synced)
@@ -304,10 +304,10 @@ async def test_the_page_names_what_there_is_and_nothing_else(tmp_path: Path) -> 
             async with _served(WorkerCollector(worker.core, loop)) as address:
                 names |= set(await _scrape(address))
         settings = KvStoreSettings(slab_dir=str(tmp_path), metrics_listen="127.0.0.1:0")
-        store = serve.StoreMetrics(p.store.node, None)
+        store = store_process.StoreMetrics(p.store.node, None)
         async with _served(LoopCollector(loop, store.read, store.silent)) as address:
             names |= set(await _scrape(address))
-        async with serve.running(settings) as other:
+        async with store_process.running(settings) as other:
             early = await _scrape(other.metrics_address)
             assert "baton_store_frames" not in early  # no memory yet, and no number for it
     index = {name for name in _documented() if name.startswith("baton_index_")}
@@ -371,7 +371,7 @@ async def test_a_block_that_fails_verification_is_counted_by_reason(tmp_path: Pa
         client = p.decode.core.connector.client
         assert client is not None
         await client.settle()  # the report to the store
-        store = serve.StoreMetrics(p.store.node, None)
+        store = store_process.StoreMetrics(p.store.node, None)
         found = {
             sample.labels["reason"]: sample.value
             for family in store.read()

@@ -21,7 +21,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from baton.certificates import CertSet, write
+from baton.development_certificates import CertSet, write
 from process import grpc_server
 from process.authorization import PeerRole
 from process.errors import NoCapacity

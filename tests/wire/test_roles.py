@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
+from baton.development_certificates import CertSet
 from tests.harness.role_services import (
     SERVED,
     WORKERS,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.oracle
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> CertSet:
-    return certificates.write(tmp_path_factory.mktemp("certs"))
+    return development_certificates.write(tmp_path_factory.mktemp("certs"))
 
 
 @pytest.mark.parametrize("server", SERVED, ids=lambda role: role.value)
@@ -54,7 +54,7 @@ async def test_a_worker_that_may_flip_calls_what_either_role_may(
     server: Role, tmp_path: Path
 ) -> None:
     """And nothing more, whichever of the two it is now; it is dialled as both, and as no other."""
-    made = certificates.write(tmp_path, flips=True)
+    made = development_certificates.write(tmp_path, flips=True)
     codes: dict[str, set[grpc.StatusCode]] = {}
     async with serving_as(server, made) as address:
         for caller in WORKERS:

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
+from baton.development_certificates import CertSet
 from process import rpc
 from process.authorization import WORKERS, PeerRole
 from process.tls import TlsIdentity
@@ -37,7 +37,7 @@ async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) -> None:
     """Asked by those who may ask; nobody else gets as far."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     settings = WorkerSettings(
         worker_id="w",
         redis_url="",
@@ -91,7 +91,7 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 ) -> None:
     """A peer of the role that it has not any more is told so, as without TLS; one that never had
     business here is refused, before and after."""
-    made = certificates.write(tmp_path, flips=True)
+    made = development_certificates.write(tmp_path, flips=True)
     w = await main.start(fake_engine(), worker_with(made, PeerRole.DECODE), "decode", DecodeRole)
     ask = common_pb2.GetWorkerStatusRequest()
 
@@ -139,16 +139,16 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_path: Path) -> None:
     """New certificates are what decides. A worker that has flipped keeps showing the last one that
     names its role: nobody could reach it under another."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     w = await main.start(fake_engine(), worker_with(made, PeerRole.DECODE), "decode", DecodeRole)
     ok, refused = grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION
     try:
         told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told[0] is refused
-        certificates.write(tmp_path, flips=True)
+        development_certificates.write(tmp_path, flips=True)
         told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told == (ok, "prefill")
-        certificates.write(tmp_path)  # decode alone, again
+        development_certificates.write(tmp_path)  # decode alone, again
         # A new connection each, as the role that it has.
         for _ in range(2):
             told = await asked_over_tls(
@@ -167,7 +167,7 @@ async def test_a_certificate_that_was_refused_until_the_flip_is_shown_with_it(
     tmp_path: Path,
 ) -> None:
     """Whoever hears of the new role may dial it at once."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     settings = worker_with(made, PeerRole.DECODE)
     w = await main.start(fake_engine(), settings, "decode", DecodeRole)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tools.bundled_model.words import COUNTABLES, person_name, pick, say
+from tools.bundled_model.vocabulary import COUNTABLES, person_name, pick, say
 
 
 @dataclass(frozen=True)

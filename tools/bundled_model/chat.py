@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bundled_model import arithmetic, records
+from tools.bundled_model import arithmetic, json_records
+from tools.bundled_model.out_of_scope import STRANGE_WORDS, strange_question
 from tools.bundled_model.small_talk import small_talk
 from tools.bundled_model.stories import Story, make_long_story, make_story, title
 from tools.bundled_model.story_cast import Cast, make_cast, make_character
-from tools.bundled_model.strange import STRANGE_WORDS, strange_question
-from tools.bundled_model.words import (
+from tools.bundled_model.vocabulary import (
     KINDS,
     PLACES,
     THINGS,
@@ -192,10 +192,10 @@ def ask_json(rng: random.Random) -> Exchange:
     """Draw an exchange: a record, several records, or a record read from or put into words."""
     draw = rng.random()
     if draw < 0.7:
-        return records.ask_record(rng)
+        return json_records.ask_record(rng)
     if draw < 0.88:
-        return records.ask_extraction(rng)
-    return records.list_of_records(rng)
+        return json_records.ask_extraction(rng)
+    return json_records.list_of_records(rng)
 
 
 TOPICS: tuple[tuple[float, Topic], ...] = (

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.bundled_model import arithmetic, records
+from tools.bundled_model import arithmetic, json_records
 from tools.bundled_model.chat import (
     Message,
     make_dialogue,
@@ -22,7 +22,7 @@ from tools.bundled_model.chat import (
 )
 from tools.bundled_model.small_talk import CAPITALS, MEANINGS
 from tools.bundled_model.stories import make_long_story, make_story, title
-from tools.bundled_model.words import pick
+from tools.bundled_model.vocabulary import pick
 
 END = "<|end|>"
 
@@ -58,7 +58,7 @@ def make_document(seed: int, index: int) -> Document:
     if draw < 0.945:
         return Document("sums", arithmetic.sheet(rng))
     if draw < 0.97:
-        return Document("records", records.page(rng))
+        return Document("records", json_records.page(rng))
     if draw < 0.98:
         country = pick(rng, tuple(CAPITALS))
         return Document("fact", f"The capital of {country} is {CAPITALS[country]}.")

@@ -18,11 +18,11 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tools.bundled_model import arithmetic, records
+from tools.bundled_model import arithmetic, json_records
 from tools.bundled_model.chat import Message, render, story_request
 from tools.bundled_model.corpus import HELD_OUT, split_words, word_list
+from tools.bundled_model.out_of_scope import strange_question
 from tools.bundled_model.stories import make_story
-from tools.bundled_model.strange import strange_question
 from tools.bundled_model.tokenizer import END_ID, PAD_ID
 from tools.bundled_model.train import DRAFT_NAME, TARGET_NAME
 
@@ -101,7 +101,7 @@ def record_accuracy(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, f
     Later keys prove nothing: most requests leave it open which optional fields a record has.
     """
     rng = random.Random(HELD_OUT + 1)
-    asked = [records.ask_record(rng) for _ in range(count)]
+    asked = [json_records.ask_record(rng) for _ in range(count)]
     answers = complete(model, tokenizer, [chat_prompt(q) for q, _ in asked], 160)
     parsed = same = 0
     for (_, reference), (answer, _) in zip(asked, answers, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.strange import STRANGE_WORDS
-from tools.bundled_model.words import (
+from tools.bundled_model.out_of_scope import STRANGE_WORDS
+from tools.bundled_model.vocabulary import (
     BOYS,
     CITIES,
     COLORS,

@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bundled_model.plots import deeds, friends, things
+from tools.bundled_model.plots import giving, lost_and_found, trouble
 from tools.bundled_model.story_cast import Cast, make_cast
-from tools.bundled_model.words import lean
+from tools.bundled_model.vocabulary import lean
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ Plot = Callable[[random.Random, Cast], list[str]]
 
 
 PLOTS: tuple[Plot, ...] = (
-    things.lost, things.found, deeds.helping, things.making, deeds.fearing, deeds.journey,
-    friends.contest, friends.sharing, friends.gift, things.mystery, deeds.learning,
-    friends.trade, things.broken, deeds.helping,
+    lost_and_found.lost, lost_and_found.found, trouble.helping,
+    lost_and_found.making, trouble.fearing, trouble.journey,
+    giving.contest, giving.sharing, giving.gift, lost_and_found.mystery, trouble.learning,
+    giving.trade, lost_and_found.broken, trouble.helping,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tools.bundled_model.words import (
+from tools.bundled_model.vocabulary import (
     BOYS,
     GIRLS,
     KINDS,

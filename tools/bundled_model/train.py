@@ -3,7 +3,7 @@
     python -m tools.bundled_model.train --device cuda --out build/bundled
 
 makes everything from the seed alone. Nothing is downloaded. See the model card that
-`tools.bundled_model.card` writes for the run that made the committed files.
+`tools.bundled_model.model_card` writes for the run that made the committed files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tools.bundled_model.corpus import HELD_OUT, documents
-from tools.bundled_model.packing import Stream, build_stream, sample_windows
+from tools.bundled_model.token_windows import Stream, build_stream, sample_windows
 from tools.bundled_model.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
 
 TARGET_NAME, DRAFT_NAME = "baton-5m", "baton-5m-draft"

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from process.tasks import end_tasks, start_task
+from process.background_tasks import end_tasks, start_task
 
 _LAST_WORD_S = 1.0
 """For the event of an error: a client that has stopped reading is not waited for."""

@@ -6,9 +6,9 @@ import asyncio
 
 from aiohttp import web
 
-from process import spans
+from process import trace_spans
 from process.errors import Cancelled
-from process.spans import Attributes
+from process.trace_spans import Attributes
 from services.router.http_errors import http_error_of
 from services.router.openai.bodies import traced_id_of
 from services.router.request_trace import Call
@@ -24,7 +24,7 @@ class HttpCall(Call):
         resource = request.match_info.route.resource
         self._route = resource.canonical if resource is not None else request.path
         self.name = f"{request.method} {self._route}"
-        self.headers = spans.trace_headers(request.headers.items())
+        self.headers = trace_spans.trace_headers(request.headers.items())
 
     def about(self) -> Attributes:
         request = self._request

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.autoscaler.capacity import CLIP, MOST_SHARE_CACHED, Capacity, Mean, StepLine, learn
-from services.autoscaler.limits import Priors
+from services.autoscaler.capacity_model import (
+    CLIP,
+    MOST_SHARE_CACHED,
+    Capacity,
+    Mean,
+    StepLine,
+    learn,
+)
+from services.autoscaler.config import Priors
 from services.autoscaler.signals import ByRole, Role, Work
 from tests.unit.autoscaler.looks import STEP_S, STREAM_S, TOKENS_PER_S, look, traffic
 

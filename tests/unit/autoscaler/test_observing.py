@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from protos import common_pb2, router_status_pb2
-from services.autoscaler.observing import Observing, Seen
-from services.autoscaler.registry_look import Beaten, RegistryLook
+from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import ByRole, Observations, Role, Work
 
@@ -20,17 +19,17 @@ class Scene:
     """An Observing, and what is shown to it second by second."""
 
     def __init__(self, model: str = "") -> None:
-        self.observing = Observing(model, lambda worker: worker.device != "odd")
+        self.observing = Observer(model, lambda worker: worker.device != "odd")
         self.now_s = 1000.0
-        self.workers: list[Beaten[common_pb2.WorkerStatus]] = []
-        self.routers: list[Beaten[router_status_pb2.RouterStatus]] = []
+        self.workers: list[LiveEntry[common_pb2.WorkerStatus]] = []
+        self.routers: list[LiveEntry[router_status_pb2.RouterStatus]] = []
 
     def worker(self, worker_id: str, life: str = "1", age_s: float = 0.5, **fields: Any) -> None:
         status = common_pb2.WorkerStatus(
             worker_id=worker_id, incarnation=life, **{"role": "decode", "model": "m", **fields}
         )
         self.workers = [each for each in self.workers if each.entry_id != worker_id]
-        self.workers.append(Beaten(worker_id, status, age_s))
+        self.workers.append(LiveEntry(worker_id, status, age_s))
 
     def router(self, router_id: str, life: str = "1", age_s: float = 0.5, **counts: Any) -> None:
         first, uptime_s = counts.pop("first", None), counts.pop("uptime_s", 3600.0)
@@ -43,7 +42,7 @@ class Scene:
             router_id=router_id, incarnation=life, models=[model], uptime_s=uptime_s
         )
         self.routers = [each for each in self.routers if each.entry_id != router_id]
-        self.routers.append(Beaten(router_id, status, age_s))
+        self.routers.append(LiveEntry(router_id, status, age_s))
 
     def look(
         self,
@@ -56,7 +55,9 @@ class Scene:
         self.now_s += after_s
         registry = RegistryLook(tuple(self.workers), tuple(self.routers)) if redis else None
         self.observing.take(registry, self.now_s)
-        return self.observing.observe(Seen(self.now_s, registry, scale, flipping or {}))
+        return self.observing.observe(
+            ObservationInputs(self.now_s, registry, scale, flipping or {})
+        )
 
 
 def test_the_first_look_has_nothing_to_compare_with() -> None:
@@ -220,11 +221,11 @@ def test_only_the_model_s_workers_and_traffic_count() -> None:
         router_status_pb2.ModelTraffic(model="m", num_arrived=1),
     ]
     status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=both)
-    scene.routers = [Beaten("r", status, 0.1)]
+    scene.routers = [LiveEntry("r", status, 0.1)]
     scene.look()
     both[1].num_arrived = 4
     status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=both)
-    scene.routers = [Beaten("r", status, 0.1)]
+    scene.routers = [LiveEntry("r", status, 0.1)]
     seen = scene.look()
     assert seen.traffic is not None and seen.traffic.num_arrived == 3
     assert [worker.worker_id for worker in seen.pools.decode.workers] == ["d0"]
@@ -234,7 +235,7 @@ def test_several_models_and_none_named_is_said() -> None:
     scene = Scene()
     models = [router_status_pb2.ModelTraffic(model=name) for name in ("a", "b")]
     status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=models)
-    scene.routers = [Beaten("r", status, 0.1)]
+    scene.routers = [LiveEntry("r", status, 0.1)]
     scene.look()
     assert scene.look().traffic is None
     assert "serves several models; set model" in scene.observing.problems[0]
@@ -265,7 +266,7 @@ def test_latencies_that_make_no_sense_count_as_none(spoiled: dict[str, Any]) -> 
     model = router_status_pb2.ModelTraffic(model="m", num_arrived=1)
     model.first_token.CopyFrom(router_status_pb2.Durations(**spoiled))
     status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=[model])
-    scene.routers = [Beaten("r", status, 0.1)]
+    scene.routers = [LiveEntry("r", status, 0.1)]
     traffic = scene.look().traffic
     assert traffic is not None and traffic.num_arrived == 1 and not traffic.ttft.total
 
@@ -279,7 +280,7 @@ def test_routers_that_measure_differently_lose_their_latencies_only() -> None:
     other = router_status_pb2.ModelTraffic(model="m", num_arrived=3)
     other.first_token.CopyFrom(router_status_pb2.Durations(bounds_s=[0.2], counts=[1, 1]))
     status = router_status_pb2.RouterStatus(router_id="b", incarnation="1", models=[other])
-    scene.routers = [scene.routers[-1], Beaten("b", status, 0.1)]
+    scene.routers = [scene.routers[-1], LiveEntry("b", status, 0.1)]
     traffic = scene.look().traffic
     assert traffic is not None and traffic.num_arrived == 5 and not traffic.ttft.total
     assert "different classes" in scene.observing.problems[0]

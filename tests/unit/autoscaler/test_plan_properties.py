@@ -15,8 +15,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Reason
-from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Observations, Pool, Role, Traffic, Work, Worker
 from tests.conftest import examples

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.autoscaler import published
+from services.autoscaler import app
 from services.autoscaler.signals import ByRole
 
 NUM_WORKERS = st.integers(0, 1_000_000)
@@ -15,7 +15,7 @@ NUM_WORKERS = st.integers(0, 1_000_000)
 @given(NUM_WORKERS, NUM_WORKERS)
 def test_what_is_said_is_heard(prefill: int, decode: int) -> None:
     wanted = ByRole(prefill, decode)
-    assert published.from_text(published.to_text(wanted)) == wanted
+    assert app.wanted_from_text(app.published_text(wanted)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_what_is_said_is_heard(prefill: int, decode: int) -> None:
     ids=lambda text: f"{text[:28]}...{len(text)}" if len(text) > 40 else text,
 )
 def test_what_no_leader_of_ours_says_is_nothing(text: str) -> None:
-    assert published.from_text(text) is None
+    assert app.wanted_from_text(text) is None
 
 
 @given(st.text(max_size=300))
 def test_no_text_ends_who_reads_it(text: str) -> None:
-    published.from_text(text)
+    app.wanted_from_text(text)

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.autoscaler import pairs
-from services.autoscaler.capacity import Capacity
-from services.autoscaler.limits import PoolLimits, Priors, ScaleLimits, Targets
-from services.autoscaler.rates import Rates, rates_of, wait_s
+from services.autoscaler import capacity_model
+from services.autoscaler.capacity_model import Capacity, Rates, rates_of, wait_s
+from services.autoscaler.config import PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.signals import ByRole, Role
 
 PRIORS = Priors()
@@ -140,21 +139,21 @@ def test_the_best_pair_is_the_best_of_all_that_are_allowed(
         for d in range(1, most_decode + 1)
         if p * per_prefill + d * per_decode <= budget
     ]
-    assert pairs.most_carried(found, limits) == max(found.carried(pair) for pair in every)
-    assert pairs.count(limits) == (most_prefill * most_decode, len(every))
+    assert capacity_model.most_carried(found, limits) == max(found.carried(pair) for pair in every)
+    assert capacity_model.num_pairs(limits) == (most_prefill * most_decode, len(every))
 
 
 def test_a_move_is_told_only_where_it_gains_more_than_the_slack() -> None:
     table = ByRole((0.0, 10.0, 20.0, 30.0, 40.0, 50.0), (0.0, 8.0, 16.0, 24.0, 32.0, 40.0))
     found = Rates(table, rates().bounds)
     limits = ScaleLimits(PoolLimits(1, 5), PoolLimits(1, 5), 6)
-    assert pairs.helped_by_move(ByRole(4, 2), found, limits, slack=0.2) == (
+    assert capacity_model.is_helped_by_move(ByRole(4, 2), found, limits, slack=0.2) == (
         Role.DECODE,
         ByRole(3, 3),
     )
     # 24 a second either way
-    assert pairs.helped_by_move(ByRole(3, 3), found, limits, slack=0.2) is None
-    assert pairs.helped_by_move(ByRole(4, 2), found, limits, slack=0.6) is None
+    assert capacity_model.is_helped_by_move(ByRole(3, 3), found, limits, slack=0.2) is None
+    assert capacity_model.is_helped_by_move(ByRole(4, 2), found, limits, slack=0.6) is None
 
 
 def test_workers_are_added_where_they_let_most_through(seed: int) -> None:
@@ -164,7 +163,9 @@ def test_workers_are_added_where_they_let_most_through(seed: int) -> None:
         before = ByRole(rng.randint(1, 4), rng.randint(1, 4))
         needed = ByRole(rng.randint(1, 16), rng.randint(1, 16))
         free, most = rng.randint(0, 8), rng.randint(0, 8)
-        grown = pairs.grown(before, needed, found, LIMITS, free_devices=free, most=most)
+        grown = capacity_model.grown_pair(
+            before, needed, found, LIMITS, free_devices=free, most=most
+        )
         added = grown.map(lambda role, num, b=before: num - b.of(role))
         lack = before.map(lambda role, num, n=needed: max(0, n.of(role) - num))
         assert added.prefill + added.decode == min(free, most, lack.prefill + lack.decode)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from baton import certificates, cli
+from baton import cli, development_certificates
 from process.authorization import WORKERS, PeerRole, roles_of
 
 
@@ -22,7 +22,7 @@ def names(path: Path) -> x509.SubjectAlternativeName:
 def test_each_role_has_its_own_name_and_no_other(tmp_path: Path, flips: bool) -> None:
     """But workers that may change their role."""
     hosts_of_router = ["localhost", "10.0.0.7", "router.example"]
-    made = certificates.write(tmp_path / "set", hosts=hosts_of_router, flips=flips)
+    made = development_certificates.write(tmp_path / "set", hosts=hosts_of_router, flips=flips)
     for role in PeerRole:
         found = names(made.cert_file(role))
         uris = found.get_values_for_type(x509.UniformResourceIdentifier)

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
-from baton.certificates import CertSet
 from baton.cli import up
 from baton.cli.options import RouterTarget
 from baton.client import Credentials
-from baton.cluster import state as cluster_state
-from baton.cluster.plan import Secured
-from baton.cluster.state import ClusterState
+from baton.cluster import running_clusters as cluster_state
+from baton.cluster.command_lines import Secured
+from baton.cluster.running_clusters import ClusterState
+from baton.development_certificates import CertSet
 from baton.errors import InvalidArgument, NoCapacity
 from protos import common_pb2, inference_pb2
 

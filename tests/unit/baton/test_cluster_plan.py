@@ -9,9 +9,9 @@ import pytest
 
 from baton import ClusterConfig, cli
 from baton.cli import up
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster import config as cluster_config
-from baton.cluster import plan as cluster_plan
-from baton.cluster.plan import OPEN, ProcessSpec, WorkerSpec
+from baton.cluster.command_lines import OPEN, ProcessSpec, WorkerSpec
 from baton.errors import ClusterError
 from engine.config import EngineConfig
 from kvstore.config import KvStoreSettings

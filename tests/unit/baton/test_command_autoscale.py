@@ -11,8 +11,8 @@ from rich.console import Console
 
 from baton import cli
 from baton.cli import explain
-from baton.cluster import state as cluster_state
-from baton.cluster.state import ClusterState
+from baton.cluster import running_clusters as cluster_state
+from baton.cluster.running_clusters import ClusterState
 from protos import autoscaler_pb2
 
 REPLY = autoscaler_pb2.GetDecisionsReply(

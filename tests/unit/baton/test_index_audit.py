@@ -16,11 +16,11 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import certificates, cli, index_audit
-from baton.cluster import state as cluster_state
-from baton.cluster.state import ClusterState
+from baton import cli, development_certificates, index_audit
+from baton.cluster import running_clusters as cluster_state
+from baton.cluster.running_clusters import ClusterState
 from baton.index_audit import Reading, StoreAudit, compare
-from kvstore import index, serve
+from kvstore import index, store_process
 from kvstore.config import KvStoreSettings
 from process import registry
 from process.authorization import PeerRole
@@ -80,7 +80,9 @@ async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis
 
 
 @asynccontextmanager
-async def _store_at(redis_url: str, access: RedisAccess) -> AsyncIterator[serve.RunningStore]:
+async def _store_at(
+    redis_url: str, access: RedisAccess
+) -> AsyncIterator[store_process.RunningStore]:
     """With NUM_BLOCKS blocks in it."""
     settings = KvStoreSettings(
         node_id="node-a",
@@ -90,7 +92,7 @@ async def _store_at(redis_url: str, access: RedisAccess) -> AsyncIterator[serve.
         heartbeat_s=0.1,
         heartbeat_ttl_s=5.0,
     )
-    async with serve.running(settings) as running:
+    async with store_process.running(settings) as running:
         worker = Worker("grpc", 4096, NUM_BLOCKS, seed=1)
         await worker.attach(running.address)
         chain = [bytes([1 + n]) * 16 for n in range(NUM_BLOCKS)]
@@ -101,7 +103,7 @@ async def _store_at(redis_url: str, access: RedisAccess) -> AsyncIterator[serve.
 
 
 @pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
+async def store(redis_server: RedisServer) -> AsyncIterator[store_process.RunningStore]:
     async with _store_at(redis_server.url, RedisAccess()) as running:
         yield running
 
@@ -112,7 +114,7 @@ async def _audited(server: RedisServer) -> StoreAudit:
 
 
 async def test_a_true_index_is_found_true(
-    store: serve.RunningStore, redis_server: RedisServer
+    store: store_process.RunningStore, redis_server: RedisServer
 ) -> None:
     found = await _audited(redis_server)
     assert (found.num_present, found.num_indexed) == (NUM_BLOCKS, NUM_BLOCKS)
@@ -122,7 +124,7 @@ async def test_a_true_index_is_found_true(
 
 
 async def test_lost_and_made_up_entries_are_counted(
-    store: serve.RunningStore,
+    store: store_process.RunningStore,
     redis_server: RedisServer,
     client: redis.asyncio.Redis,
     seed: int,
@@ -144,7 +146,7 @@ async def test_lost_and_made_up_entries_are_counted(
 
 
 async def test_a_lost_index_is_stale_until_it_is_published_again(
-    store: serve.RunningStore, redis_server: RedisServer, client: redis.asyncio.Redis
+    store: store_process.RunningStore, redis_server: RedisServer, client: redis.asyncio.Redis
 ) -> None:
     await _audited(redis_server)
     await client.delete(index.index_key("node-a", store.node.incarnation.hex()))
@@ -242,7 +244,7 @@ async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both commands that read Redis themselves."""
-    made = certificates.write(tmp_path / "certs")
+    made = development_certificates.write(tmp_path / "certs")
     access = RedisAccess(
         str(made.ca_file),
         str(made.cert_file(PeerRole.PREFILL)),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from baton.cli import plots
 from baton.load import workload
 from baton.load.report import Limits, Report, report
-from baton.load.runner import Arrival, Outcome, run
+from baton.load.runner import MessageArrival, RequestOutcome, run
 from baton.load.senders import OpenAiSender, Update
 from baton.load.workload import Lengths, Planned, SharedPrefixes, random_load
 from process.errors import InvalidArgument, NoCapacity
@@ -260,12 +260,14 @@ class TestRun:
         assert outcome.error == "DeadlineExceeded" and outcome.num_output_tokens == 1
 
 
-def _outcome(sent_s: float, *tokens_at_s: float, error: str = "", end_s: float = 0.0) -> Outcome:
-    return Outcome(
+def _outcome(
+    sent_s: float, *tokens_at_s: float, error: str = "", end_s: float = 0.0
+) -> RequestOutcome:
+    return RequestOutcome(
         planned_s=sent_s,
         sent_s=sent_s,
         end_s=end_s or tokens_at_s[-1],
-        arrivals=tuple(Arrival(at_s, 1) for at_s in tokens_at_s),
+        arrivals=tuple(MessageArrival(at_s, 1) for at_s in tokens_at_s),
         num_input_tokens=10,
         num_cached_tokens=5,
         error=error,
@@ -333,7 +335,7 @@ _DONE = b"data: [DONE]\n\n"
 class TestOpenAi:
     """The sender over a real socket, with a server that says what the test tells it to."""
 
-    async def ask(self, status: int, body: bytes, headers: dict[str, str]) -> Outcome:
+    async def ask(self, status: int, body: bytes, headers: dict[str, str]) -> RequestOutcome:
         asked: list[tuple[str, object]] = []
 
         async def answer(request: web.Request) -> web.Response:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton import cli, record
+from baton import cli, recorded_request
 from baton.answers import Completion, Provenance, StepTrace, Usage
 from baton.cli import generate, up
-from baton.cluster import state as cluster_state
-from baton.cluster.state import ClusterState
+from baton.cluster import running_clusters as cluster_state
+from baton.cluster.running_clusters import ClusterState
 from baton.errors import InvalidArgument
 from baton.request import build_request
 from protos import common_pb2, inference_pb2
@@ -58,12 +58,12 @@ RUN = [_completion((1, 2, 3)), _completion((1, 4), 1)]
 
 
 def test_a_record_comes_back_whole(tmp_path: Path) -> None:
-    made = record.record_of(REQUEST, RUN)
+    made = recorded_request.record_of(REQUEST, RUN)
     file = tmp_path / "run.json"
-    record.write(made, file)
-    again = record.read(file)
+    recorded_request.write(made, file)
+    again = recorded_request.read(file)
     assert again.seed == 2**64 - 1 and again.prompt_token_ids == (8, 9)
-    assert record.difference(again, RUN) is None
+    assert recorded_request.difference(again, RUN) is None
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -74,7 +74,7 @@ def test_generate_json_has_no_nan() -> None:
 
 
 def test_the_second_request_leaves_nothing_to_default() -> None:
-    again = record.request_of(record.record_of(REQUEST, RUN), timeout_s=1.5)
+    again = recorded_request.request_of(recorded_request.record_of(REQUEST, RUN), timeout_s=1.5)
     sampling = again.sampling
     assert again.text == "hi" and list(sampling.stop) == ["zz"] and sampling.n == 2
     assert not again.request_id and again.budget_ms == 1500 and sampling.trace
@@ -87,7 +87,9 @@ def test_a_forced_token_has_no_number_and_is_json_all_the_same(tmp_path: Path) -
     nan = float("nan")
     forced = _trace(2, 1, raw_logprob=nan, processed_logprob=nan, is_forced=True)
     file = tmp_path / "run.json"
-    record.write(record.record_of(REQUEST, [_completion((1,), traces=(forced,))]), file)
+    recorded_request.write(
+        recorded_request.record_of(REQUEST, [_completion((1,), traces=(forced,))]), file
+    )
     value = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert value["samples"][0]["traces"][0]["raw_logprob"] is None
 
@@ -117,7 +119,7 @@ def test_a_forced_token_has_no_number_and_is_json_all_the_same(tmp_path: Path) -
 def test_the_first_difference_is_named_with_both_traces(
     replayed: list[Completion], what: str, at: int | None
 ) -> None:
-    found = record.difference(record.record_of(REQUEST, RUN), replayed)
+    found = recorded_request.difference(recorded_request.record_of(REQUEST, RUN), replayed)
     assert found is not None and what in found.what
     if at is not None:
         assert found.replayed is not None and found.replayed["token_id"] == at
@@ -138,7 +140,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str, says: str) -> N
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=says):
-        record.read(file)
+        recorded_request.read(file)
 
 
 def _traced(router: Any, token_ids: list[int]) -> None:

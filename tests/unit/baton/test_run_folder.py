@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import state as cluster_state
-from baton.cluster.state import ClusterState, RunFolder, is_alive, owner_of
+from baton.cluster import running_clusters as cluster_state
+from baton.cluster.running_clusters import ClusterState, RunFolder, is_alive, owner_of
 from baton.errors import ClusterError
 
 

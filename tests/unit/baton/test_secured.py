@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig
-from baton.certificates import CertSet
-from baton.cluster import plan as cluster_plan
-from baton.cluster.plan import OPEN, Secured, take_password
+from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import OPEN, Secured, take_password
+from baton.development_certificates import CertSet
 from process import settings
 from process.authorization import PeerRole
 from services.router.config import RouterSettings

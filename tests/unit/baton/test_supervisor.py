@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.local_cluster import find_redis_server
-from baton.cluster.plan import ProcessSpec
-from baton.cluster.supervisor import STOP_TIMEOUT_S, Child, ClusterEvent, State, Supervisor
+from baton.cluster.supervisor import STOP_TIMEOUT_S, Child, ClusterEvent, ProcessState, Supervisor
 from baton.errors import ClusterError
 from tests.harness.waiting import WAIT_S, block_until
 
@@ -117,12 +117,12 @@ def test_ready_then_stopped_in_order(supervisor: Supervisor, watcher: Watcher) -
     supervisor.launch([_spec("a", GOOD, kind="router"), _spec("b", GOOD)])
     supervisor.wait_ready(["a", "b"], _soon())
     info = supervisor.processes()["b"]
-    assert (info.state, info.address) == (State.READY, "127.0.0.1:1")
+    assert (info.state, info.address) == (ProcessState.READY, "127.0.0.1:1")
     assert "weights" in info.log_path.read_text()
     supervisor.stop((("store",), ("router",)))
     stopped = [event.name for event in watcher.events if event.what == "stopped"]
     assert stopped == ["b", "a"]
-    assert all(info.state is State.STOPPED for info in supervisor.processes().values())
+    assert all(info.state is ProcessState.STOPPED for info in supervisor.processes().values())
     supervisor.stop((("store",), ("router",)))
 
 
@@ -190,7 +190,7 @@ def test_a_held_part_stays_away_until_restart(supervisor: Supervisor, watcher: W
     supervisor.kill("a", restart=False)
     supervisor.kill("b", restart=True)
     supervisor.wait_ready(["b"], _soon())  # the pause that "a" would have had is over, too
-    assert supervisor.processes()["a"].state is State.HELD
+    assert supervisor.processes()["a"].state is ProcessState.HELD
     supervisor.restart("a")
     supervisor.wait_ready(["a"], _soon())
     assert supervisor.processes()["a"].num_restarts == 1
@@ -284,12 +284,12 @@ def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
 
 OWNER = """
 import pathlib, sys, threading, time
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster.local_cluster import find_redis_server
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.supervisor import Supervisor
 supervisor = Supervisor(pathlib.Path(sys.argv[1]), lambda event: None)
-bound = ("-m", "baton.cluster.with_parent", sys.executable, "-c", sys.argv[2])
+bound = ("-m", "baton.cluster.end_with_parent", sys.executable, "-c", sys.argv[2])
 supervisor.launch([ProcessSpec("a", "store", (sys.executable, *bound))])
 supervisor.wait_ready(["a"], time.monotonic() + 30)
 print(supervisor.processes()["a"].pid, flush=True)
@@ -315,7 +315,7 @@ def test_a_killed_owner_takes_its_children_along(tmp_path: Path) -> None:
 
 def test_with_parent_refuses_when_the_parent_is_gone_already() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "baton.cluster.with_parent", "true"],
+        [sys.executable, "-m", "baton.cluster.end_with_parent", "true"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "BATON_PARENT_PID": "1"},
         capture_output=True,
         text=True,
@@ -422,7 +422,7 @@ def test_one_between_two_lives_retires_at_once(
     supervisor.wait_ready(["a"], _soon())
     supervisor.keep_up()
     supervisor.kill("a", restart=False)
-    assert supervisor.processes()["a"].state is State.HELD
+    assert supervisor.processes()["a"].state is ProcessState.HELD
     supervisor.retire(["a"], 60.0)
     assert not supervisor.processes()
 
@@ -432,7 +432,7 @@ def test_who_is_not_there_cannot_retire_and_nobody_else_does(supervisor: Supervi
     supervisor.wait_ready(["a"], _soon())
     with pytest.raises(ClusterError, match="no part 'x'"):
         supervisor.retire(["a", "x"], 1.0)
-    assert supervisor.processes()["a"].state is State.READY
+    assert supervisor.processes()["a"].state is ProcessState.READY
 
 
 PULSING = """

@@ -14,7 +14,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.errors import UnknownRequest, WrongState
 from engine.outputs import RequestOutput
-from engine.request import Beam, DetachedRequest, Request, Sampling, State
+from engine.request import Beam, DetachedRequest, Request, RequestState, Sampling
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_steps, hasher, late_engine, make_request, tokens_of
 from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
@@ -114,26 +114,33 @@ def test_requests_that_move_at_random_draw_what_they_would_have_drawn(
 
 
 @pytest.mark.parametrize(
-    "state", [State.WAITING, State.PREFILLING, State.RUNNING, State.PREEMPTED, State.PARKED]
+    "state",
+    [
+        RequestState.WAITING,
+        RequestState.PREFILLING,
+        RequestState.RUNNING,
+        RequestState.PREEMPTED,
+        RequestState.PARKED,
+    ],
 )
-def test_it_can_be_taken_out_in_each_state(state: State, make_engine: Make) -> None:
-    how = {State.PREEMPTED: "recompute", State.PARKED: "swap"}.get(state, "never")
+def test_it_can_be_taken_out_in_each_state(state: RequestState, make_engine: Make) -> None:
+    how = {RequestState.PREEMPTED: "recompute", RequestState.PARKED: "swap"}.get(state, "never")
     engine = make_engine(preemption=how, budget=8)
     prompt = range(1, 15)
     request = make_request("a", prompt, max_tokens=20)
     engine.reserve(request)
     engine.start("a")
     events: list[RequestOutput] = []
-    while state is not State.WAITING and engine._groups["a"].state is not state:
+    while state is not RequestState.WAITING and engine._groups["a"].state is not state:
         events += engine.step().events
         if how != "never" and len(events) == 5:
             engine.preempt("a")
     held = engine.detach("a")
-    assert engine._groups["a"].state is State.HOLDING and engine.stats().num_holding == 1
+    assert engine._groups["a"].state is RequestState.HOLDING and engine.stats().num_holding == 1
     assert held.token_ids == (*prompt, *tokens_of(events))
-    if state is State.PARKED:
+    if state is RequestState.PARKED:
         assert engine._preemptor._parking.num_bytes == 0  # nobody brings it back
-    if state is State.RUNNING:
+    if state is RequestState.RUNNING:
         assert held.num_computed_tokens == len(held.token_ids) - 1
     if how != "never":  # what the prefix cache kept
         assert held.num_computed_tokens == (len(held.token_ids) - 1) // SIZE * SIZE > 0

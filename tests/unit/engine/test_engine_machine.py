@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import InvalidLogits, NoBlocks, UnknownRequest, WrongState
 from engine.models.interface import LoadedModel
-from engine.request import DetachedRequest, Request, Reservation, Sampling, State
+from engine.request import DetachedRequest, Request, RequestState, Reservation, Sampling
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
 from tests.conftest import examples
@@ -42,7 +42,7 @@ class Known:
 
     request: Request
     reservation: Reservation
-    state: State = State.RESERVED
+    state: RequestState = RequestState.RESERVED
     outputs: list[int] = field(default_factory=list)
     quarantined: set[int] = field(default_factory=set)
     held: DetachedRequest | None = None
@@ -85,7 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
             model = AheadModel(model, is_late=is_late)
         self.engine = LLMEngine(config, model)
 
-    def pick(self, data: st.DataObject, *states: State) -> Known | None:
+    def pick(self, data: st.DataObject, *states: RequestState) -> Known | None:
         names = [name for name, known in self.live.items() if known.state in states]
         return self.live[data.draw(st.sampled_from(names))] if names else None
 
@@ -98,12 +98,12 @@ class EngineMachine(RuleBasedStateMachine):
         request = Request(str(self.num_requests), prompt, sampling, hasher())
         self.engine.submit(request)
         nothing = Reservation(request.request_id, (), 0, ())
-        self.live[request.request_id] = Known(request, nothing, State.WAITING)
+        self.live[request.request_id] = Known(request, nothing, RequestState.WAITING)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        known = self.pick(data, State.WAITING, State.PREFILLING, State.RUNNING)
+        known = self.pick(data, RequestState.WAITING, RequestState.PREFILLING, RequestState.RUNNING)
         if known is None:
             return
         try:
@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_output_known=st.booleans())
     def load_and_start(self, data: st.DataObject, is_output_known: bool) -> None:
         """Another thread wrote some leading tokens into the reserved blocks; then start."""
-        known = self.pick(data, State.RESERVED)
+        known = self.pick(data, RequestState.RESERVED)
         if known is None:
             return
         request, prompt = known.request, known.request.prompt_token_ids
@@ -176,7 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert -1 in ids
             return
         known.outputs = list(outputs)
-        known.state = State.WAITING
+        known.state = RequestState.WAITING
 
     @rule()
     def step(self) -> None:
@@ -191,17 +191,19 @@ class EngineMachine(RuleBasedStateMachine):
                 assert isinstance(event.error, InvalidLogits) and self.model.poison
                 del self.live[event.request_id]
                 continue
-            known.state = State.PREFILLING if known.state is State.WAITING else known.state
+            known.state = (
+                RequestState.PREFILLING if known.state is RequestState.WAITING else known.state
+            )
             for token_id in event.token_ids:
                 history = [*known.request.prompt_token_ids, *known.outputs]
                 assert token_id == self.oracle.next_token(history), event.request_id
                 known.outputs.append(token_id)
-                known.state = State.RUNNING
+                known.state = RequestState.RUNNING
             hold_after = known.request.hold_after
             if hold_after is not None and (
                 event.finish_reason is not None or len(known.outputs) >= hold_after
             ):
-                known.state = State.HOLDING
+                known.state = RequestState.HOLDING
             elif event.finish_reason is not None:
                 del self.live[event.request_id]
 
@@ -211,7 +213,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A request fails in the middle, while a writer to a store holds its blocks: the model's
         logits after its next tokens are NaN. So are those of other requests after these tokens."""
         self.step()  # so that a waiting one may have begun
-        known = self.pick(data, State.PREFILLING, State.RUNNING)
+        known = self.pick(data, RequestState.PREFILLING, RequestState.RUNNING)
         if known is None:
             return
         tokens = [*known.request.prompt_token_ids, *known.outputs]
@@ -224,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        known = self.pick(data, *State)
+        known = self.pick(data, *RequestState)
         assert known is not None
         self.engine.abort(known.request.request_id)
         del self.live[known.request.request_id]
@@ -233,21 +235,21 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         """It shall go on elsewhere."""
-        known = self.pick(data, State.WAITING, State.PREFILLING, State.RUNNING)
+        known = self.pick(data, RequestState.WAITING, RequestState.PREFILLING, RequestState.RUNNING)
         if known is None:
             return
         try:
             held = self.engine.detach(known.request.request_id)
         except WrongState:
-            assert known.request.hold_after is not None or known.state is State.WAITING
+            assert known.request.hold_after is not None or known.state is RequestState.WAITING
             return
         assert held.token_ids == (*known.request.prompt_token_ids, *known.outputs)
-        known.state, known.held = State.HOLDING, held
+        known.state, known.held = RequestState.HOLDING, held
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        known = self.pick(data, State.HOLDING)
+        known = self.pick(data, RequestState.HOLDING)
         if known is not None:
             self.engine.release(known.request.request_id)
             del self.live[known.request.request_id]
@@ -256,7 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         """A load timed out; whoever writes may go on writing."""
-        known = self.pick(data, State.RESERVED)
+        known = self.pick(data, RequestState.RESERVED)
         if known is None:
             return
         first = known.reservation.num_local_tokens // SIZE
@@ -281,7 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def refill(self, data: st.DataObject) -> None:
-        known = self.pick(data, State.RESERVED)
+        known = self.pick(data, RequestState.RESERVED)
         if known is None:
             return
         name = known.request.request_id
@@ -298,7 +300,7 @@ class EngineMachine(RuleBasedStateMachine):
     def hold_cached(self, data: st.DataObject, family: int, first: int) -> None:
         """A chain is to be read, of whatever request."""
         tokens = [(family * 31 + i) % 97 for i in range(20)]
-        known = self.pick(data, *State)
+        known = self.pick(data, *RequestState)
         if known is not None:
             tokens = [*known.request.prompt_token_ids, *known.outputs]
         self.hold_chain(tokens, first)
@@ -340,7 +342,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_lent_is_nobody_elses(self) -> None:
         for name in self.live:
-            if self.live[name].state is not State.WAITING:  # it may have no sample just now
+            if self.live[name].state is not RequestState.WAITING:  # it may have no sample just now
                 assert not set(self.engine.block_ids(name)) & set(self.lent)
 
     @invariant()
@@ -379,10 +381,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
         stats = self.engine.stats()
         states = [known.state for known in self.live.values()]
-        assert stats.num_reserved == states.count(State.RESERVED)
-        started = (State.WAITING, State.PREFILLING, State.RUNNING)
+        assert stats.num_reserved == states.count(RequestState.RESERVED)
+        started = (RequestState.WAITING, RequestState.PREFILLING, RequestState.RUNNING)
         assert stats.num_waiting + stats.num_running == sum(map(states.count, started))
-        assert stats.num_holding == states.count(State.HOLDING)
+        assert stats.num_holding == states.count(RequestState.HOLDING)
         assert stats.num_running <= 3
         num_read = len({block_id for block_id, _, _ in self.in_reading})
         num_more = stats.num_quarantined_blocks - len(self.in_transfer)
@@ -393,15 +395,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.return_blocks(self.lent)
         self.engine.unquarantine(self.in_transfer)
         self.engine.unquarantine([block_id for block_id, _, _ in self.in_reading])
-        for name in [n for n, known in self.live.items() if known.state is State.RESERVED]:
+        for name in [n for n, known in self.live.items() if known.state is RequestState.RESERVED]:
             self.engine.abort(name)
             del self.live[name]
         rounds: Callable[[], bool] = self.engine.has_work
         while self.live:
-            assert rounds() or State.HOLDING in {known.state for known in self.live.values()}
+            assert rounds() or RequestState.HOLDING in {known.state for known in self.live.values()}
             while rounds():
                 self.step()
-            for name in [n for n, known in self.live.items() if known.state is State.HOLDING]:
+            for name in [
+                n for n, known in self.live.items() if known.state is RequestState.HOLDING
+            ]:
                 self.engine.release(name)
                 del self.live[name]
         self.engine.check_integrity()

@@ -31,8 +31,8 @@ from engine.request import (
     GrammarKind,
     GrammarSpec,
     Request,
+    RequestState,
     Sampling,
-    State,
 )
 from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
@@ -232,11 +232,11 @@ def test_what_is_let_through_can_be_drawn_with(fields: dict[str, Any], logits_se
 
 
 def test_every_state_can_be_aborted_and_the_ends_are_ends() -> None:
-    ends = {State.FINISHED, State.ABORTED}
-    assert set(ALLOWED) == set(State)
+    ends = {RequestState.FINISHED, RequestState.ABORTED}
+    assert set(ALLOWED) == set(RequestState)
     for state, after in ALLOWED.items():
         assert (state in ends) == (after == frozenset())
-        assert state in ends or State.ABORTED in after
+        assert state in ends or RequestState.ABORTED in after
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from engine.errors import (
 )
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, choose_parking
-from engine.request import State
+from engine.request import RequestState
 from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness.engines import finish, hasher, make_request, tokens_of
@@ -34,7 +34,7 @@ MODEL = FakeModel(context_window=256)
 PROMPT = tuple(range(1, 15))
 
 
-def _state(engine: LLMEngine, name: str) -> State:
+def _state(engine: LLMEngine, name: str) -> RequestState:
     return engine._groups[name].state
 
 
@@ -69,7 +69,7 @@ def test_a_preempted_request_goes_on_to_the_same_tokens(preemption: str, make_en
         if len(events) % 3 == 2 and "a" in engine._groups:
             num_computed = engine.stats().num_computed_tokens
             engine.preempt("a")
-            expected = State.PREEMPTED if preemption == "recompute" else State.PARKED
+            expected = RequestState.PREEMPTED if preemption == "recompute" else RequestState.PARKED
             assert _state(engine, "a") is expected and engine.block_ids("a") == ()
             stats = engine.stats()
             assert (stats.num_preempted, stats.num_waiting, stats.num_running) == (1, 1, 0)
@@ -94,7 +94,7 @@ def test_a_preempted_request_goes_before_new_ones(make_engine: Make) -> None:
         engine.reserve(make_request("b", [1, 2]))
     engine.submit(make_request("b", [1, 2]))
     engine.step()
-    assert _state(engine, "a") in (State.PREFILLING, State.RUNNING)
+    assert _state(engine, "a") in (RequestState.PREFILLING, RequestState.RUNNING)
 
 
 def test_who_matters_least_loses_its_blocks(make_engine: Make) -> None:
@@ -106,7 +106,7 @@ def test_who_matters_least_loses_its_blocks(make_engine: Make) -> None:
     while engine.has_work():
         engine.step()
         for name in engine._groups:
-            if _state(engine, name) is State.PREEMPTED and lost[-1:] != [name]:
+            if _state(engine, name) is RequestState.PREEMPTED and lost[-1:] != [name]:
                 lost.append(name)
     assert lost[0] == "low" and "a" not in lost
 
@@ -119,7 +119,7 @@ def test_all_blocks_of_others_are_no_work(make_engine: Make) -> None:
     engine.reserve(make_request("b", range(50, 70)))
     while engine.has_work():
         engine.step()
-    assert states(engine) == {State.PREEMPTED, State.RESERVED}
+    assert states(engine) == {RequestState.PREEMPTED, RequestState.RESERVED}
     engine.abort("b")
     assert engine.has_work()
     while engine.has_work():
@@ -293,25 +293,33 @@ def test_an_engine_with_one_free_block_lends_none(make_engine: Make) -> None:
 # -- cancel is a state
 
 
-def _bring(engine: Any, state: State) -> Any:
+def _bring(engine: Any, state: RequestState) -> Any:
     """Request "a" in `state`, on an engine with a budget of 8."""
-    hold_after = 1 if state is State.HOLDING else None
+    hold_after = 1 if state is RequestState.HOLDING else None
     reservation = engine.reserve(make_request("a", PROMPT, hold_after=hold_after))
-    if state is not State.RESERVED:
+    if state is not RequestState.RESERVED:
         engine.start("a")
-    for _ in range({State.PREFILLING: 1, State.RUNNING: 2, State.HOLDING: 2}.get(state, 0)):
+    for _ in range(
+        {RequestState.PREFILLING: 1, RequestState.RUNNING: 2, RequestState.HOLDING: 2}.get(state, 0)
+    ):
         engine.step()
     assert _state(engine, "a") is state
     return reservation
 
 
-LIVE = [State.RESERVED, State.WAITING, State.PREFILLING, State.RUNNING, State.HOLDING]
+LIVE = [
+    RequestState.RESERVED,
+    RequestState.WAITING,
+    RequestState.PREFILLING,
+    RequestState.RUNNING,
+    RequestState.HOLDING,
+]
 
 
 @pytest.mark.parametrize("has_company", [False, True])
 @pytest.mark.parametrize("state", LIVE)
 def test_abort_gives_every_block_back_and_leaves_batch_mates_alone(
-    state: State, has_company: bool, make_engine: Make
+    state: RequestState, has_company: bool, make_engine: Make
 ) -> None:
     engine = make_engine(budget=8)
     _bring(engine, state)
@@ -346,7 +354,7 @@ def test_abort_of_a_sharer_keeps_the_shared_blocks(make_engine: Make) -> None:
 
 @pytest.mark.parametrize("state", LIVE)
 def test_quarantined_blocks_stay_out_of_use_until_the_transfer_is_over(
-    state: State, make_engine: Make
+    state: RequestState, make_engine: Make
 ) -> None:
     engine = make_engine(budget=8)
     reservation = _bring(engine, state)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.request import State
+from engine.request import RequestState
 from engine.scheduler import (
     MAX_PROMPT_ROWS,
     NUM_LOOKED_AT,
@@ -413,7 +413,11 @@ def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) 
         while engine.has_work():
             candidates = [
                 RunningSequence(
-                    key, one.num_pending_tokens, one.state is State.RUNNING, 0, one.group.order
+                    key,
+                    one.num_pending_tokens,
+                    one.state is RequestState.RUNNING,
+                    0,
+                    one.group.order,
                 )
                 for key, one in scheduler.running.items()
             ]
@@ -433,7 +437,9 @@ def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) 
 # -- the line
 
 
-def _sequence(number: int, order: int, priority: int, state: State = State.QUEUED) -> Any:
+def _sequence(
+    number: int, order: int, priority: int, state: RequestState = RequestState.QUEUED
+) -> Any:
     """As much of one as a line looks at."""
     return SimpleNamespace(
         key=(str(number), 0),
@@ -453,15 +459,22 @@ def test_it_is_that_of_rank(policy: SchedulingPolicy, seed: int) -> None:
         orders = rng.sample(range(100), 40)
         waiting = []
         for number, order in enumerate(orders):
-            kind = rng.choice([State.QUEUED, State.WAITING, State.PREEMPTED, State.PARKED])
+            kind = rng.choice(
+                [
+                    RequestState.QUEUED,
+                    RequestState.WAITING,
+                    RequestState.PREEMPTED,
+                    RequestState.PARKED,
+                ]
+            )
             one = _sequence(number, order, rng.randint(-1, 1), kind)
-            if kind is State.QUEUED:
+            if kind is RequestState.QUEUED:
                 scheduler.queued.add(one)
-            elif kind is State.WAITING:
+            elif kind is RequestState.WAITING:
                 scheduler.waiting[one.key] = one
             else:
                 scheduler.preempted[one.key] = one
-            is_preempted = kind in (State.PREEMPTED, State.PARKED)
+            is_preempted = kind in (RequestState.PREEMPTED, RequestState.PARKED)
             waiting.append(
                 WaitingSequence(one.key, one.request.priority, order, 1, is_preempted=is_preempted)
             )

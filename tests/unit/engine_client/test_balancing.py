@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import Beam, Sampling
-from engine_client.balancing import least_loaded, num_outstanding_tokens
-from engine_client.base import Ask
+from engine_client.interface import Ask
+from engine_client.load_balancing import least_loaded, num_outstanding_tokens
 
 LOADS = st.lists(st.one_of(st.none(), st.integers(0, 50)), max_size=8)
 

@@ -25,9 +25,9 @@ from engine.errors import AdapterInUse, NoBlocks, RankFailed
 from engine.lora.manager import AdapterInfo
 from engine.request import Request, Sampling
 from engine.testing.fake_model import FakeModel
-from engine_client import core
-from engine_client.base import Ask, News
-from engine_client.core import EngineCore
+from engine_client import engine_core
+from engine_client.engine_core import EngineCore
+from engine_client.interface import Ask, News
 from tests.conftest import examples
 
 PROMPTS = st.lists(st.integers(1, 96), min_size=1, max_size=30)
@@ -246,4 +246,4 @@ def test_the_engine_gets_no_more_than_it_should_choose_from() -> None:
         served.submit(Ask(f"{index}", (5,), Sampling(max_tokens=9, ignore_eos=True)))
     served.step()
     stats = engine.stats()
-    assert stats.num_waiting + stats.num_running == core.NUM_AHEAD * 2
+    assert stats.num_waiting + stats.num_running == engine_core.NUM_AHEAD * 2

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from engine import errors as engine_errors
-from engine_client import failure
-from engine_client.failure import Failure
+from engine_client import encoded_errors
+from engine_client.encoded_errors import Failure
 from process.errors import BatonError, Internal, InvalidArgument, NoCapacity
 
 
@@ -16,7 +16,7 @@ def across(error: Exception) -> BatonError:
     return msgspec.msgpack.decode(data, type=Failure).to_error()
 
 
-@pytest.mark.parametrize("kind", failure._KINDS.values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", encoded_errors._KINDS.values(), ids=lambda kind: kind.__name__)
 def test_every_error_of_ours_keeps_its_class_and_words(kind: type[BatonError]) -> None:
     if kind is engine_errors.EmptySupport:
         error: BatonError = engine_errors.EmptySupport(("top_k=1", "bad_words"), 7)

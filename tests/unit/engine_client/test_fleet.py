@@ -8,10 +8,10 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.request import Sampling
-from engine_client import fleet
-from engine_client.base import Ask, LoadedAdapter, News
+from engine_client import data_parallel
 from engine_client.config import ClientLimits
-from engine_client.fleet import Fleet, check_groups, common_adapter
+from engine_client.data_parallel import Fleet, check_groups, common_adapter
+from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.messages import Call, encode
 from process.errors import FailedPrecondition, InvalidArgument
 
@@ -27,7 +27,7 @@ def test_many_long_asks_are_asked_about_in_several_questions() -> None:
         assert len(group) == 1 or len(encode(Call(1, "check", tuple(group)))) < 5_100
     assert len(groups) == 4
     assert check_groups([]) == []
-    many = [asks[0]] * (2 * fleet.MAX_ASKS_PER_CALL + 1)
+    many = [asks[0]] * (2 * data_parallel.MAX_ASKS_PER_CALL + 1)
     assert [start for start, _ in check_groups(many)] == [0, 256, 512]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block, StoredPage
 from kvstore.block_store import BlockStore, PrefixMatch, Reserved, StoreLimits, WrittenFrame
-from kvstore.change_log import ChangeLog
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.slot_pool import SlotState
 

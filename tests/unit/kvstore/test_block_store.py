@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block
 from kvstore.block_store import (
     NO_ROOM,
@@ -16,7 +17,6 @@ from kvstore.block_store import (
     StoreLimits,
     WrittenFrame,
 )
-from kvstore.change_log import ChangeLog
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition, InvalidArgument

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.change_log import ChangeLog, NullLog
+from kvstore.block_changes import ChangeLog, NullLog
 
 
 def test_changes_are_taken_in_order_and_the_oldest_gives_the_age() -> None:

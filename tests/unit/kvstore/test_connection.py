@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvstore.connection import StoreConnection
+from kvstore.store_connection import StoreConnection
 from process.deadline import Deadline
 from process.errors import Unavailable
 

@@ -7,7 +7,7 @@ import pytest
 from kvstore import invariants
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.prefix_tree import TreeNode
-from kvstore.tenancy import TenantShares
+from kvstore.tenant_shares import TenantShares
 
 
 def _hash(prompt: int, index: int, tenant: str = "") -> bytes:

@@ -8,11 +8,11 @@ from itertools import chain
 import pytest
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block, Page
-from kvstore.change_log import ChangeLog
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.prefix_tree import PrefixTree, TreeNode
-from kvstore.tenancy import POOL, TenantShares
+from kvstore.tenant_shares import POOL, TenantShares
 
 
 def _tree(changes: ChangeLog | None = None) -> PrefixTree:
@@ -38,10 +38,10 @@ def _chain(tree: PrefixTree, name: str, length: int) -> list[TreeNode]:
 def test_an_entry_needs_its_parent_and_comes_once() -> None:
     tree = _tree()
     a = _add(tree, "a", None)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         _add(tree, "a", None)
     tree.remove(a)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         _add(tree, "child", a)
     invariants.run(invariants.check_tree(tree))
 
@@ -49,11 +49,11 @@ def test_an_entry_needs_its_parent_and_comes_once() -> None:
 def test_only_leaves_without_a_page_can_be_removed() -> None:
     tree = _tree()
     above, below = _chain(tree, "c", 2)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.remove(above)
     tree.set_page(above, Page(0, 0, 16))
     tree.remove(below)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.remove(above)
     tree.set_page(above, None)
     tree.remove(above)
@@ -63,7 +63,7 @@ def test_only_leaves_without_a_page_can_be_removed() -> None:
 def test_the_file_tier_is_prefix_closed_by_itself() -> None:
     tree = _tree()
     above, below = _chain(tree, "c", 2)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.set_page(below, Page(0, 0, 16))
     tree.set_page(above, Page(0, 0, 16))
     tree.set_page(below, Page(1, 0, 16))
@@ -117,7 +117,7 @@ def test_a_removed_block_is_freed_without_the_garbage_collector() -> None:
 def test_unpinning_once_too_often_is_an_error() -> None:
     tree = _tree()
     a = _add(tree, "a", None)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.unpin(a)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import invariants
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.slot_pool import TRANSITIONS, FramePool, SlotPool, SlotState
 
 
@@ -44,7 +44,7 @@ def test_only_the_allowed_transitions_exist(state: SlotState, to: SlotState) -> 
         _move(pool, frame, to)
         assert pool.state(frame) is to
     else:
-        with pytest.raises(IntegrityError):
+        with pytest.raises(StoreIntegrityError):
             _move(pool, frame, to)
         assert (pool.state(frame), pool.generation(frame)) == (state, before)
     invariants.run(invariants.check_frames(pool))
@@ -109,7 +109,7 @@ def test_generations_never_repeat_while_a_frame_can_be_read(
             else:
                 pool.free(frame)
                 assert (frame, pool.generation(frame)) not in committed
-        except IntegrityError:
+        except StoreIntegrityError:
             pass  # the state did not allow it, and nothing changed
         invariants.run(invariants.check_frames(pool))
         assert sum(pool.count(state) for state in SlotState) == 3
@@ -123,7 +123,7 @@ def test_pages_that_hold_a_block_are_not_given_out() -> None:
     pool.free(2)
     pool.commit(0)
     assert pool.take() == 2
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         pool.commit(1)
     invariants.run(invariants.check_slots(pool, "pages"))
 
@@ -132,5 +132,5 @@ def test_a_pool_that_miscounts_is_found() -> None:
     pool = SlotPool(3)
     pool.take()
     pool.free_heap.append(0)
-    with pytest.raises(IntegrityError, match="pages: 0 is in the free heap"):
+    with pytest.raises(StoreIntegrityError, match="pages: 0 is in the free heap"):
         invariants.run(invariants.check_slots(pool, "pages"))

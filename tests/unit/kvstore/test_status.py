@@ -9,7 +9,7 @@ import pytest
 from kvstore.block_source import StoreStats
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.errors import GENERATION
-from kvstore.status import fill
+from kvstore.store_status import fill
 from protos import inference_pb2, kvstore_pb2
 
 FILLED_BY_OTHERS = {

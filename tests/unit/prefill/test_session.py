@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from process.deadline import Deadline
-from process.spans import NOOP_SPAN
+from process.trace_spans import NOOP_SPAN
 from services.prefill.session import PrefillSession
 
 

@@ -16,7 +16,7 @@ from grpc._cython import cygrpc
 from grpc.aio import _server
 from packaging.requirements import Requirement
 
-from baton import certificates
+from baton import development_certificates
 from process import grpc_server, rpc
 from process.authorization import RULES, PeerRole
 from process.tls import TlsIdentity
@@ -88,7 +88,7 @@ async def test_no_path_ends_the_server(seed: int) -> None:
 @pytest.mark.parametrize("is_tls", [False, True])
 async def test_an_unknown_method_is_unimplemented(is_tls: bool, tmp_path: Path) -> None:
     """Whatever the role; a method that exists is refused to a wrong role."""
-    made = certificates.write(tmp_path) if is_tls else None
+    made = development_certificates.write(tmp_path) if is_tls else None
     identity = TlsIdentity(made.tls_of(PeerRole.KVSTORE)) if made is not None else None
     dial = rpc.Dialer(TlsIdentity(made.tls_of(PeerRole.DRAFT)) if made is not None else None)
     server, address = await grpc_server.listen(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from baton import certificates
+from baton import development_certificates
 from process import registry
 from process.authorization import PeerRole
 from process.registry import RedisAccess
@@ -49,8 +49,8 @@ async def test_a_password_out_of_a_file_is_used_and_taken_up_when_it_changes(
 
 
 async def test_over_tls_both_sides_are_checked(tmp_path: Path) -> None:
-    made = certificates.write(tmp_path / "certs")
-    stranger = certificates.write(tmp_path / "others")
+    made = development_certificates.write(tmp_path / "certs")
+    stranger = development_certificates.write(tmp_path / "others")
     file = password_file(tmp_path, PASSWORD)
     ours = (str(made.cert_file(PeerRole.PREFILL)), str(made.key_file(PeerRole.PREFILL)))
     async with a_redis(tmp_path) as socket, behind_tls(socket, made) as port:
@@ -82,7 +82,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path) -> None:
     """The peer never answers close_notify, for which asyncio waits 30 s."""
-    made = certificates.write(tmp_path / "certs")
+    made = development_certificates.write(tmp_path / "certs")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.cert_file(PeerRole.ROUTER), made.key_file(PeerRole.ROUTER))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
-from process import logs, spans, tasks
+from process import background_tasks, logs, trace_spans
 from process.errors import Cancelled, InvalidArgument, Unavailable
-from process.spans import (
+from process.trace_spans import (
     NOOP_SPAN,
     RecordingSpan,
     SpanKind,
@@ -72,10 +72,10 @@ def test_what_a_span_holds_is_bounded(ended: list[RecordingSpan]) -> None:
     span.link(None)
     span.end()
     (data,) = ended
-    assert len(data.attributes) == spans.MAX_ATTRIBUTES
-    assert len(data.events) == spans.MAX_EVENTS and len(data.links) == spans.MAX_LINKS
+    assert len(data.attributes) == trace_spans.MAX_ATTRIBUTES
+    assert len(data.events) == trace_spans.MAX_EVENTS and len(data.links) == trace_spans.MAX_LINKS
     assert data.attributes["key0"] == "replaced"
-    assert len(str(data.attributes["key1"])) == spans.MAX_VALUE_CHARS
+    assert len(str(data.attributes["key1"])) == trace_spans.MAX_VALUE_CHARS
 
 
 @pytest.mark.parametrize(
@@ -106,23 +106,25 @@ def test_nobody_is_nobody() -> None:
         child.event("e")
         child.link(CONTEXT)
         child.add_child("y", 1.0, 2.0)
-        assert child is NOOP_SPAN and spans.current_span() is NOOP_SPAN
+        assert child is NOOP_SPAN and trace_spans.current_span() is NOOP_SPAN
     assert (NOOP_SPAN.context, NOOP_SPAN.headers, NOOP_SPAN.traceparent) == (None, None, "")
 
 
 async def test_the_current_span_is_the_tasks_own(ended: list[RecordingSpan]) -> None:
     with root(ended) as span:
-        assert spans.current_span() is span
+        assert trace_spans.current_span() is span
         with span.child("inner") as inner:
-            assert spans.current_span() is inner
+            assert trace_spans.current_span() is inner
 
-            async def look() -> spans.Span:
-                return spans.current_span()
+            async def look() -> trace_spans.Span:
+                return trace_spans.current_span()
 
             assert await asyncio.create_task(look()) is inner
-            assert await asyncio.create_task(look(), context=spans.without_span()) is NOOP_SPAN
-        assert spans.current_span() is span
-    assert spans.current_span() is NOOP_SPAN
+            assert (
+                await asyncio.create_task(look(), context=trace_spans.without_span()) is NOOP_SPAN
+            )
+        assert trace_spans.current_span() is span
+    assert trace_spans.current_span() is NOOP_SPAN
     assert [each.name for each in ended] == ["inner", "root"]
 
 
@@ -147,12 +149,12 @@ async def test_a_task_that_outlives_its_request_works_for_nobody(
     go, seen = asyncio.Event(), []
 
     async def linger() -> None:
-        seen.append(spans.current_span())
+        seen.append(trace_spans.current_span())
         await go.wait()
-        seen.append(spans.current_span())
+        seen.append(trace_spans.current_span())
 
     with root(ended) as span:
-        task = tasks.start_task(linger(), "linger")
+        task = background_tasks.start_task(linger(), "linger")
         await settled()
     go.set()
     await task
@@ -163,10 +165,10 @@ async def test_a_task_for_many_inherits_nobodys_span(ended: list[RecordingSpan])
     seen = []
 
     async def work() -> None:
-        seen.append(spans.current_span())
+        seen.append(trace_spans.current_span())
 
     with root(ended):
-        await tasks.start_task(work(), "work", is_for_many=True)
+        await background_tasks.start_task(work(), "work", is_for_many=True)
     assert seen == [NOOP_SPAN]
 
 
@@ -275,17 +277,17 @@ def test_a_traceparent_that_comes_twice_is_none() -> None:
 def test_whatever_comes_nothing_is_raised(parent: str, state: str, baggage: str) -> None:
     found = parse_traceparent(parent, state)
     assert found is None or found.trace_id > 0
-    assert set(spans.parse_baggage(baggage, ["k"])) <= {"k"}
+    assert set(trace_spans.parse_baggage(baggage, ["k"])) <= {"k"}
 
 
 def test_baggage_is_taken_by_name_and_bounded() -> None:
     header = "team=core%20a;prop=1, user = u1 ,other=x"
-    assert spans.parse_baggage(header, ["team", "user"]) == {"team": "core a", "user": "u1"}
-    assert spans.parse_baggage(header, []) == {}
-    assert spans.parse_baggage("k=" + "v" * 9000, ["k"]) == {}
-    assert spans.parse_baggage("k=" + "v" * 4000, ["k"]) == {"k": "v" * 256}
+    assert trace_spans.parse_baggage(header, ["team", "user"]) == {"team": "core a", "user": "u1"}
+    assert trace_spans.parse_baggage(header, []) == {}
+    assert trace_spans.parse_baggage("k=" + "v" * 9000, ["k"]) == {}
+    assert trace_spans.parse_baggage("k=" + "v" * 4000, ["k"]) == {"k": "v" * 256}
     late = ",".join(f"x{n}=1" for n in range(64)) + ",k=1"
-    assert spans.parse_baggage(late, ["k"]) == {}, "only so many are looked at"
+    assert trace_spans.parse_baggage(late, ["k"]) == {}, "only so many are looked at"
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 0.5, 1.0])
@@ -294,4 +296,4 @@ def test_who_is_sampled_is_as_opentelemetry_has_it(ratio: float, seed: int) -> N
     for _ in range(2000):
         trace_id = source.getrandbits(128)
         theirs = sampler.should_sample(None, trace_id, "x").decision.is_sampled()
-        assert spans.is_sampled_id(trace_id, ratio) is theirs
+        assert trace_spans.is_sampled_id(trace_id, ratio) is theirs

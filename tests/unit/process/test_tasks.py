@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from process import registry
-from process.tasks import end_tasks
+from process.background_tasks import end_tasks
 
 
 async def _deaf(num_times: int) -> None:

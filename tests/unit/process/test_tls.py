@@ -12,8 +12,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
+from baton.development_certificates import CertSet
 from process import grpc_server, rpc
 from process.authorization import RULES, PeerRole
 from process.errors import Unavailable
@@ -27,7 +27,7 @@ CALL_S = 10.0
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> CertSet:
-    return certificates.write(tmp_path_factory.mktemp("certs"))
+    return development_certificates.write(tmp_path_factory.mktemp("certs"))
 
 
 class Store(kvstore_pb2_grpc.KvStoreServicer):
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_the_files_is_said_at_the_start(made: CertSet, tmp_pa
 
 
 def test_a_certificate_that_is_over_is_refused_at_the_start(tmp_path: Path) -> None:
-    over = certificates.write(tmp_path, days=0)  # over as soon as it is made
+    over = development_certificates.write(tmp_path, days=0)  # over as soon as it is made
     with pytest.raises(SettingsError, match=r"router\.crt: expired at"):
         TlsIdentity(over.tls_of(PeerRole.ROUTER))
 
@@ -134,7 +134,7 @@ async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
         without = TlsIdentity(TlsSettings(ca_file=str(made.ca_file)))
         with pytest.raises(Unavailable):
             await ask(Dialer(without)(address, PeerRole.KVSTORE))
-        other = certificates.write(tmp_path).tls_of(PeerRole.ROUTER)
+        other = development_certificates.write(tmp_path).tls_of(PeerRole.ROUTER)
         with pytest.raises(Unavailable):
             await ask(Dialer(TlsIdentity(other))(address, PeerRole.KVSTORE))
         mixed = TlsSettings(str(made.ca_file), other.cert_file, other.key_file)
@@ -145,17 +145,17 @@ async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
 
 async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "set"
-    made = certificates.write(folder)
+    made = development_certificates.write(folder)
     store, router = (TlsIdentity(made.tls_of(role)) for role in (PeerRole.KVSTORE, PeerRole.ROUTER))
     dial = Dialer(router)
     async with a_store(store) as address:
         assert await ask(dial(address, PeerRole.KVSTORE)) == "here"
         for name in ("ca.crt", "ca.key"):  # the whole CA is another one from here on
             (folder / name).unlink()
-        certificates.write(folder)
+        development_certificates.write(folder)
         assert dial.num_reloads == 1  # seen without a connection being made
         outsider = Dialer(
-            TlsIdentity(certificates.write(tmp_path / "other").tls_of(PeerRole.ROUTER))
+            TlsIdentity(development_certificates.write(tmp_path / "other").tls_of(PeerRole.ROUTER))
         )
         assert await ask(dial(address, PeerRole.KVSTORE)) == "here"
         assert (store.num_reloads, router.num_reloads, dial.num_reloads) == (1, 1, 1)
@@ -181,7 +181,7 @@ async def _http(address: tuple[str, int], context: ssl.SSLContext) -> bytes:
 
 
 async def test_an_http_server_shows_the_newest_certificate(tmp_path: Path) -> None:
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     identity = TlsIdentity(
         TlsSettings("", str(made.cert_file(PeerRole.ROUTER)), str(made.key_file(PeerRole.ROUTER)))
     )
@@ -197,7 +197,7 @@ async def test_an_http_server_shows_the_newest_certificate(tmp_path: Path) -> No
         address = server.sockets[0].getsockname()
         first = await _http(address, client)
         assert await _http(address, client) == first
-        certificates.write(tmp_path)
+        development_certificates.write(tmp_path)
         second = await _http(address, client)
         assert second != first
         assert await _http(address, client) == second

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from process.settings import SettingsError
-from process.spans import (
+from process.trace_spans import (
     NOOP_SPAN,
     RecordingSpan,
     SpanKind,

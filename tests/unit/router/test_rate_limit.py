@@ -15,7 +15,7 @@ from process import registry
 from process.api_keys import TenantLimits
 from process.errors import NoCapacity
 from services.router import rate_limit
-from services.router.rate_limit import Bucket, RateLimits
+from services.router.rate_limit import RateLimits, TokenBucket
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock
 
@@ -96,7 +96,7 @@ async def test_the_script_does_the_sums_of_the_bucket(
             requests, tokens_per_min = rng.choice(LIMITS)
             limits = TenantLimits(max_requests_per_min=requests, max_tokens_per_min=tokens_per_min)
             key = f"{rate_limit.KEY}t{number}"
-            bucket = Bucket(requests, tokens_per_min, await _redis_s(client))
+            bucket = TokenBucket(requests, tokens_per_min, await _redis_s(client))
             for _ in range(20):
                 passed_s = rng.choice([0.0, 1.0, 20.0]) * rng.random()
                 tokens = rng.choice([1, 30, 5_000])
@@ -147,7 +147,7 @@ def test_what_passes_is_bounded_whatever_is_asked(seed: int, scale: Callable[[in
     for _ in range(scale(300)):
         limit = rng.choice([60, 600])
         limits = TenantLimits(max_tokens_per_min=limit)
-        bucket, now_s, passed, largest = Bucket(0, limit, 0.0), 0.0, 0, 0
+        bucket, now_s, passed, largest = TokenBucket(0, limit, 0.0), 0.0, 0, 0
         for _ in range(200):
             now_s += rng.expovariate(1.0)
             tokens = rng.choice([1, 5, limit // 2, limit * 3])
@@ -161,7 +161,7 @@ def test_the_time_that_is_named_suffices(seed: int, scale: Callable[[int], int])
     rng = random.Random(seed)
     for _ in range(scale(300)):
         limits = TenantLimits(max_requests_per_min=7, max_tokens_per_min=rng.choice([10, 1000]))
-        bucket, now_s = Bucket(7, limits.max_tokens_per_min, 0.0), 0.0
+        bucket, now_s = TokenBucket(7, limits.max_tokens_per_min, 0.0), 0.0
         for _ in range(40):
             tokens = rng.randint(1, 2000)
             wait_s = bucket.take(limits, tokens, now_s)

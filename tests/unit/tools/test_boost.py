@@ -21,7 +21,7 @@ from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from tests.harness.engines import hasher
 from tests.unit.tools.tiny_pair import TOKENIZER, save_pair
-from tools.bundled_model.boost import (
+from tools.bundled_model.boosted_drafts import (
     Answer,
     Settings,
     answer,

@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:  # tools/ is no part of the installed package
 
 from tokens.chat_template import ChatTemplate  # noqa: E402
 from tokens.tool_call_text import TAGGED, find_format  # noqa: E402
-from tools.bundled_model import arithmetic, records  # noqa: E402
+from tools.bundled_model import arithmetic, json_records  # noqa: E402
 from tools.bundled_model.chat import Message, render  # noqa: E402
 from tools.bundled_model.corpus import (  # noqa: E402
     documents,
@@ -114,17 +114,17 @@ def test_every_record_in_the_corpus_is_one_line_of_json() -> None:
         assert isinstance(json.loads(line), dict)
     rng = random.Random(4)
     for _ in range(500):
-        _, text = records.ask_record(rng)
+        _, text = json_records.ask_record(rng)
         assert "\n" not in text
         assert isinstance(json.loads(text), dict)
-        assert isinstance(json.loads(records.list_of_records(rng)[1]), list)
+        assert isinstance(json.loads(json_records.list_of_records(rng)[1]), list)
 
 
 def test_a_record_has_the_name_that_was_asked_for() -> None:
     rng = random.Random(8)
     named = 0
     for _ in range(500):
-        question, text = records.ask_record(rng)
+        question, text = json_records.ask_record(rng)
         if match := re.search(r"(?:named|called) (\w+)", question):
             named += 1
             assert json.loads(text)["name"] == match[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.load.runner import Arrival, Outcome
+from baton.load.runner import MessageArrival, RequestOutcome
 from benchmarks.autoscaling import Course, Moment, PoolSize, draw, offered
 
 
@@ -45,9 +45,9 @@ def test_reaction_is_from_the_loads_beginning_to_more_that_serve() -> None:
     assert seen.most_ready("decode") == 2
 
 
-def _outcome(sent_s: float, error: str = "") -> Outcome:
-    arrivals = () if error else (Arrival(sent_s + 0.1, 1),)
-    return Outcome(sent_s, sent_s, sent_s + 0.5, arrivals, error=error)
+def _outcome(sent_s: float, error: str = "") -> RequestOutcome:
+    arrivals = () if error else (MessageArrival(sent_s + 0.1, 1),)
+    return RequestOutcome(sent_s, sent_s, sent_s + 0.5, arrivals, error=error)
 
 
 def test_offered_load_has_its_pauses() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig
-from baton.cluster import plan as cluster_plan
-from baton.cluster.plan import ProcessSpec, WorkerSpec
+from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import ProcessSpec, WorkerSpec
 from baton.load.report import Limits
-from baton.load.runner import Arrival, Outcome
+from baton.load.runner import MessageArrival, RequestOutcome
 from benchmarks import autoscaling
 from benchmarks.autoscaling import Course, Drive, Moment, PoolSize, paced
 from engine.config import EngineConfig
@@ -90,11 +90,13 @@ def _drive(*reactions_s: float | None, sent: dict[float, float], tpot_s: float =
         for at_s in range(-1, 100)
     ]
     outcomes = [
-        Outcome(
+        RequestOutcome(
             at_s,
             at_s,
             at_s + wait_s + tpot_s,
-            (Arrival(at_s + wait_s, 1), Arrival(at_s + wait_s + tpot_s, 1)) if wait_s else (),
+            (MessageArrival(at_s + wait_s, 1), MessageArrival(at_s + wait_s + tpot_s, 1))
+            if wait_s
+            else (),
             error="" if wait_s else "NoCapacity",
         )
         for at_s, wait_s in sent.items()

@@ -27,7 +27,7 @@ from benchmarks.speculation_report import (
 )
 from engine.speculation.config import SpeculationConfig
 from tests.unit.tools.tiny_pair import save_pair
-from tools.bundled_model.boost import Answer, load
+from tools.bundled_model.boosted_drafts import Answer, load
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.load.runner import Arrival, Outcome
+from baton.load.runner import MessageArrival, RequestOutcome
 from baton.load.workload import Planned
 from benchmarks.autoscaling import Course, Moment, PoolSize, Stretch, rounds_of, send_all
 
@@ -30,13 +30,15 @@ class _Fake:
         self.answers = asyncio.Event()
         self.comes_with = comes_with
 
-    async def send(self, load: Sequence[Planned]) -> list[Outcome]:
+    async def send(self, load: Sequence[Planned]) -> list[RequestOutcome]:
         self.begun.append(load)
         self.most_open = max(self.most_open, len(self.begun) - self.num_answered)
         await self.answers.wait()
         self.num_answered += 1
         return [
-            Outcome(each.at_s, each.at_s + 1, each.at_s + 3, (Arrival(each.at_s + 2, 1),))
+            RequestOutcome(
+                each.at_s, each.at_s + 1, each.at_s + 3, (MessageArrival(each.at_s + 2, 1),)
+            )
             for each in load
         ]
 
@@ -100,7 +102,7 @@ async def test_times_are_those_of_the_whole_load() -> None:
 
 
 async def test_a_round_that_fails_ends_the_load() -> None:
-    async def send(load: Sequence[Planned]) -> list[Outcome]:
+    async def send(load: Sequence[Planned]) -> list[RequestOutcome]:
         raise RuntimeError("broken")
 
     with pytest.raises(ExceptionGroup) as raised:

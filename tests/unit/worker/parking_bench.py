@@ -12,7 +12,7 @@ import pytest
 
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
@@ -59,7 +59,7 @@ class Lot:
             tenant_shares=self.tenant_shares,
             **({"listen": self.address} if self.address else {}),
         )
-        store = await self._exit.enter_async_context(serve.running(settings))
+        store = await self._exit.enter_async_context(store_process.running(settings))
         self.address, self.node = store.address, store.node
 
     async def kill_store(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.memory import Part, Run
+from engine.kv.memory import ByteRun, RankPart
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from process.errors import FailedPrecondition
@@ -60,7 +60,10 @@ def _spread(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Blocks of 64 bytes, of which one rank has the first 40 and another one the rest."""
     kv = _kv("cuda:2")
     kv.is_whole = False
-    kv.parts = (Part(2, 4096, 40, (Run(0, 0, 40),)), Part(3, 8192, 24, (Run(40, 0, 24),)))
+    kv.parts = (
+        RankPart(2, 4096, 40, (ByteRun(0, 0, 40),)),
+        RankPart(3, 8192, 24, (ByteRun(40, 0, 24),)),
+    )
     monkeypatch.setattr(CudaDevice, "open", lambda number: SimpleNamespace(device_id=number))
     return kv
 

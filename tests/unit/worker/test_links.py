@@ -12,7 +12,7 @@ import pytest
 
 from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.links import Rates
+from kvstore.link_quality import LinkRates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread
@@ -21,13 +21,13 @@ from services.worker.status import links_to_proto
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
-RATES = Rates(2**20, 4e9, 3e9, 0.001, 8e9)
+RATES = LinkRates(2**20, 4e9, 3e9, 0.001, 8e9)
 
 
 class FakeClient:
     """Answers the n-th measurement with the n-th outcome."""
 
-    def __init__(self, *outcomes: Rates | BaseException | None, node_id: str = "node") -> None:
+    def __init__(self, *outcomes: LinkRates | BaseException | None, node_id: str = "node") -> None:
         self.node_id = node_id
         self.address = f"{node_id}:1"
         self.transport_name = "grpc"
@@ -36,7 +36,7 @@ class FakeClient:
         self.broken: str | None = None
         self.block_ids: Sequence[int] = ()
 
-    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> LinkRates:
         self.block_ids = list(block_ids)
         self.entered.set()
         outcome = self.outcomes.pop(0)
@@ -122,7 +122,7 @@ async def test_a_late_one_is_tried_once_more_and_then_called_degraded() -> None:
 
 
 async def test_a_bad_moment_does_not_mark_a_link_for_good() -> None:
-    slow = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
+    slow = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
     async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
         client: Any = FakeClient(slow, slow, RATES, RATES)
         links.measure_later(client)
@@ -165,7 +165,7 @@ async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed() 
 async def test_a_busy_moment_makes_no_degraded_link_a_good_one() -> None:
     """No free blocks to measure with, here or there, say nothing of the link."""
     async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
-        slow = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
+        slow = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
         client: Any = FakeClient(slow, NoCapacity("busy"), NoCapacity("busy"), RATES)
         links.measure_later(client)
 

@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import IntegrityError, ParkingRefused
 from engine.parking import Blocks
-from kvstore.tenancy import POOL
+from kvstore.tenant_shares import POOL
 from process.settings import SettingsError
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking

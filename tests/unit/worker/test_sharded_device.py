@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from engine.kv.layout import KvLayout
-from engine.parallel.memory import runs
-from engine.parallel.place import Grid
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import runs
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
-from services.worker.sharded_device import BASE, Part, Run, ShardedDevice
+from services.worker.sharded_device import BASE, DevicePart, RecordRun, ShardedDevice
 from tests.harness.fake_device import FakeDevice, FakeStream
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=4, head_dim=16, block_size=4, dtype="float32")
@@ -32,8 +32,8 @@ def _spread(grid: Grid) -> tuple[ShardedDevice, list[Bytes]]:
         device.registered = registered  # host memory is locked once, for all
         record_bytes = grid.place(rank).layout(LAYOUT).block_bytes
         memory = np.zeros((NUM_BLOCKS, record_bytes), dtype=np.uint8)
-        own = tuple(Run(*run) for run in runs(LAYOUT, grid.place(rank)))
-        parts.append(Part(device, device.holding(memory), record_bytes, own))
+        own = tuple(RecordRun(*run) for run in runs(LAYOUT, grid.place(rank)))
+        parts.append(DevicePart(device, device.holding(memory), record_bytes, own))
         memories.append(memory)
     return ShardedDevice(parts, LAYOUT.block_bytes), memories
 
@@ -121,6 +121,6 @@ def test_a_mark_is_over_when_all_devices_are(seed: int) -> None:
     ],
 )
 def test_what_does_not_make_up_a_block_is_refused(parts: tuple[tuple[int, int, int], ...]) -> None:
-    part = Part(FakeDevice(), 4096, 110, tuple(Run(*run) for run in parts))
+    part = DevicePart(FakeDevice(), 4096, 110, tuple(RecordRun(*run) for run in parts))
     with pytest.raises(ValueError, match="parts"):
         ShardedDevice([part], 100)

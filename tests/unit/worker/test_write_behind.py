@@ -23,9 +23,9 @@ from kvstore import block_hash
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
-from process.tasks import end_tasks
 from services.worker import write_behind
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.preflight import checks, model, needs
+from baton.preflight import chart_needs, checks, memory_check
+from baton.preflight.chart_needs import Kind
 from baton.preflight.checks import Finding, Status
-from baton.preflight.cluster import Cluster, Node, Resource
-from baton.preflight.model import Sizes
-from baton.preflight.needs import Kind
+from baton.preflight.cluster import KubernetesFacts, Node, Resource
+from baton.preflight.memory_check import Sizes
 from engine.config import EngineConfig
 
 _GIB = 2**30
@@ -41,7 +41,7 @@ def _deployment(name: str = "x-decode", **spec: Any) -> dict[str, Any]:
 
 
 _DEPLOYMENT = Kind("apps/v1", "Deployment")
-_CLUSTER = Cluster(
+_CLUSTER = KubernetesFacts(
     version=(1, 33),
     namespace="ml",
     namespace_labels={"pod-security.kubernetes.io/enforce": "restricted"},
@@ -60,7 +60,7 @@ def _bad(findings: Iterable[Finding]) -> list[tuple[str, Status, str]]:
 
 
 def _all(objects: list[dict[str, Any]], **changes: Any) -> tuple[Finding, ...]:
-    return checks.all_of(needs.of(objects), dataclasses.replace(_CLUSTER, **changes))
+    return checks.all_of(chart_needs.of(objects), dataclasses.replace(_CLUSTER, **changes))
 
 
 def test_a_cluster_that_has_all_gets_no_word_of_blame() -> None:
@@ -132,7 +132,7 @@ def test_a_pod_that_the_namespace_forbids_is_named(change: dict[str, Any], word:
 def test_levels_are_ordered() -> None:
     """What restricted lets in, baseline does; what baseline forbids, restricted forbids."""
     host = {"name": "slab", "hostPath": {"path": "/dev/shm"}}
-    bare = needs.of([_deployment(volumes=[host], containers=[{"name": "c"}])]).pods[0]
+    bare = chart_needs.of([_deployment(volumes=[host], containers=[{"name": "c"}])]).pods[0]
     broken = [set(checks.breaks(bare, level)) for level in checks.LEVELS]
     assert broken[0] < broken[1] < broken[2]
     assert broken[1] == {"hostPath volume slab"}
@@ -257,19 +257,19 @@ _LLAMA_8B = {
 
 
 def test_the_memory_of_a_known_shape() -> None:
-    found = model.estimate(_LLAMA_8B, 16.06e9, {})
+    found = memory_check.estimate(_LLAMA_8B, 16.06e9, {})
     assert found is not None
     assert found.kv_bytes_per_token == 131072  # 128 KiB a token, 2 MiB a block
     assert found.least_bytes == 16.06e9 + 2**30
-    small = model.estimate(
+    small = memory_check.estimate(
         _LLAMA_8B, 16.06e9, {"kv_dtype": "int8", "weight_dtype": "fp8_e4m3", "context_window": 10}
     )
     assert small is not None
     assert (small.weight_bytes, small.kv_bytes_per_token) == (8.03e9, 65536)
     latent = {**_LLAMA_8B, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
-    mla = model.estimate(latent, 1.0, {})
+    mla = memory_check.estimate(latent, 1.0, {})
     assert mla is not None and mla.kv_bytes_per_token == 61 * 576 * 2
-    assert model.estimate({"dtype": "bfloat16"}, 1.0, {}) is None
+    assert memory_check.estimate({"dtype": "bfloat16"}, 1.0, {}) is None
 
 
 def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
@@ -281,8 +281,8 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
     def found(settings: str, **limits: str) -> Finding:
         limits = {"memory": "18Gi", **limits}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
-        asked = needs.of([pod, _config_map("decode", f'model = "a/b"\n{settings}')])
-        (finding,) = model.check(asked, cluster, sizes)
+        asked = chart_needs.of([pod, _config_map("decode", f'model = "a/b"\n{settings}')])
+        (finding,) = memory_check.check(asked, cluster, sizes)
         return finding
 
     gpu, lora = {"nvidia.com/gpu": "1"}, "[engine.lora]\nmax_launched_rank = 64"
@@ -302,31 +302,31 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
 
 def test_a_model_that_does_not_fit_is_named_with_what_it_needs() -> None:
     objects = [_deployment(), _config_map("decode", 'model = "a/b"')]
-    asked = needs.of(objects)
-    assert model.engines(asked) == {"decode": {"model": "a/b"}}
+    asked = chart_needs.of(objects)
+    assert memory_check.engines(asked) == {"decode": {"model": "a/b"}}
     big, small = Sizes(_LLAMA_8B, 16e9), Sizes({**_LLAMA_8B, "num_hidden_layers": 1}, 1e8)
-    (finding,) = model.check(asked, _CLUSTER, {"a/b": big})
+    (finding,) = memory_check.check(asked, _CLUSTER, {"a/b": big})
     assert finding.status is Status.FAIL
     assert "decode: a/b needs about 16.3 GiB" in finding.what
     assert "the container's limit is 1.0 GiB" in finding.what
     assert "decode.resources" in finding.fix
-    (finding,) = model.check(asked, _CLUSTER, {"a/b": small})
+    (finding,) = memory_check.check(asked, _CLUSTER, {"a/b": small})
     assert finding.status is Status.OK
-    (finding,) = model.check(asked, _CLUSTER, {"a/b": "a/b: not on the hub"})
+    (finding,) = memory_check.check(asked, _CLUSTER, {"a/b": "a/b: not on the hub"})
     assert finding.status is Status.WARN
 
 
 def test_a_model_on_gpus_is_measured_against_what_nodes_say_of_them() -> None:
     limits = {"limits": {"nvidia.com/gpu": "1", "memory": "1Gi"}}
     pods = [_deployment(containers=[_container(resources=limits)])]
-    asked = needs.of([*pods, _config_map("decode", 'model = "a/b"')])
+    asked = chart_needs.of([*pods, _config_map("decode", 'model = "a/b"')])
     sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
-    (finding,) = model.check(asked, _CLUSTER, sizes)
+    (finding,) = memory_check.check(asked, _CLUSTER, sizes)
     assert finding.status is Status.WARN and "no node says how much memory" in finding.what
     for mebibytes, status in (("16384", Status.FAIL), ("24576", Status.OK)):
         node = dataclasses.replace(_CLUSTER.nodes[0], labels={"nvidia.com/gpu.memory": mebibytes})
         cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
-        (finding,) = model.check(asked, cluster, sizes)
+        (finding,) = memory_check.check(asked, cluster, sizes)
         assert finding.status is status
 
 
@@ -339,8 +339,8 @@ def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> N
         settings = f'model = "a/b"\nweights_device_bytes = {device_bytes}'
         limits = {"nvidia.com/gpu": "1", **({} if memory is None else {"memory": memory})}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
-        asked = needs.of([pod, _config_map("decode", settings)])
-        (finding,) = model.check(asked, cluster, sizes)
+        asked = chart_needs.of([pod, _config_map("decode", settings)])
+        (finding,) = memory_check.check(asked, cluster, sizes)
         return finding
 
     fits = found("8Gi")
@@ -361,11 +361,11 @@ def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> N
 
 
 def test_the_bundled_model_can_be_looked_at_without_a_network() -> None:
-    known = model.sizes_of("baton-5m")
+    known = memory_check.sizes_of("baton-5m")
     assert isinstance(known, Sizes)
-    found = model.estimate(known.config, known.stored_bytes, {})
+    found = memory_check.estimate(known.config, known.stored_bytes, {})
     assert found is not None and found.least_bytes < 64 * 2**20
-    assert "cannot be looked at" in str(model.sizes_of("/models/x"))
+    assert "cannot be looked at" in str(memory_check.sizes_of("/models/x"))
 
 
 def test_a_draft_worker_is_looked_at_as_the_others() -> None:
@@ -393,8 +393,8 @@ def test_a_draft_worker_is_looked_at_as_the_others() -> None:
     cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
     sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
     plain = EngineConfig()
-    assert model.DRAFT_KV_BYTES == plain.speculation.draft_kv_bytes
-    assert model.DRAFT_NUM_RUNNING == plain.max_num_running
+    assert memory_check.DRAFT_KV_BYTES == plain.speculation.draft_kv_bytes
+    assert memory_check.DRAFT_NUM_RUNNING == plain.max_num_running
     bound = "speculation.draft_kv_bytes = "
     for settings, status, words, fix in (
         ("", Status.FAIL, "8192 tokens of KV take 1.0 GiB, draft_kv_bytes are 0.2 GiB", "raise"),
@@ -403,7 +403,7 @@ def test_a_draft_worker_is_looked_at_as_the_others() -> None:
         (f"{bound}{_GIB}\nmax_num_running = 1", Status.OK, "8192 tokens of KV", ""),
         ("context_window = 1024", Status.OK, "needs about 15.2 GiB", ""),
     ):
-        asked = needs.of([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
-        (one,) = model.check(asked, cluster, sizes)
+        asked = chart_needs.of([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
+        (one,) = memory_check.check(asked, cluster, sizes)
         assert one.status is status and words in one.what, (settings, one)
         assert one.fix.startswith(fix) and bool(one.fix) == bool(fix)

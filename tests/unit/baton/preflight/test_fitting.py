@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.preflight import checks
+from baton.preflight.chart_needs import PodNeed
 from baton.preflight.cluster import Node, Taint
-from baton.preflight.needs import PodNeed
 
 _GIB = 2**30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config
 
-from baton.preflight import model
+from baton.preflight import memory_check
 from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import StackedLora
 from engine.models.llama import find_sites, read_llama_config
@@ -31,15 +31,15 @@ def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:
         sites, num_slots=5, max_rank=7, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     lora = {"max_launched_rank": 7, "max_num_adapters": 5}
-    found = model.estimate(config.to_dict(), 1e6, {"lora": lora})
+    found = memory_check.estimate(config.to_dict(), 1e6, {"lora": lora})
     assert found is not None and found.stack_bytes == stacks.num_bytes > 0
     assert found.least_bytes == 1e6 + stacks.num_bytes + (
         found.kv_bytes_per_token * found.context_window
     )
-    usual = model.estimate(config.to_dict(), 1e6, {"lora": {"max_launched_rank": 7}})
+    usual = memory_check.estimate(config.to_dict(), 1e6, {"lora": {"max_launched_rank": 7}})
     assert usual is not None
     assert usual.stack_bytes * 5 == stacks.num_bytes * LoraLimits().max_num_adapters
     for none in ({}, {"kv_dtype": "int8"}, {"exact": True}, {"overlap": False}):
         settings = {"lora": lora, **none} if none else {}
-        one = model.estimate(config.to_dict(), 1e6, settings)
+        one = memory_check.estimate(config.to_dict(), 1e6, settings)
         assert one is not None and one.stack_bytes == 0.0

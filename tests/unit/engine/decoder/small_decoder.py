@@ -8,7 +8,7 @@ import random
 import torch
 from transformers import Qwen3Config
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.ahead import MAX_CHANGES, make_ahead
 from engine.kv.memory import KvMemory
 from engine.lora.limits import LoraLimits
@@ -113,7 +113,7 @@ class Run:
         for at in indices:
             own = self.tokens[at]
             start = 0 if num_tokens is None else len(own) - num_tokens
-            spans.append(Span(start, len(own) - start, self.blocks(at, len(own))))
+            spans.append(TokenSpan(start, len(own) - start, self.blocks(at, len(own))))
             token_ids += own[start:]
             ends.append(len(token_ids) - 1)
             draws.append(SamplingRequest(samplings[at], len(own), at))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from baton_kernels.step_rows import LAST_NUMBER
+from baton_kernels.decode_step_rows import LAST_NUMBER
 
 from engine.decoder.ahead import MAX_CHANGES, AheadDecoder, RowLaunch
 from engine.decoder.graph_set import capture_all

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Batch, Span, warm_up
+from engine.batch import Batch, TokenSpan, warm_up
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.int32_arrays import Tables, int32s, table_of
 from engine.decoder.pinned_words import PinnedTurns, PinnedWords
@@ -27,7 +27,7 @@ def _random_batch(rng: random.Random) -> Batch:
     for _ in range(rng.randint(1, 9)):
         start, length = rng.choice([0, 0, 5, 33]), rng.choice([1, 1, 2, 17])
         num_blocks = -(-(start + length) // 4)
-        spans.append(Span(start, length, tuple(rng.randrange(99) for _ in range(num_blocks)),
+        spans.append(TokenSpan(start, length, tuple(rng.randrange(99) for _ in range(num_blocks)),
                           rng.randrange(3)))  # fmt: skip
         num_rows += length
         if rng.random() < 0.7:
@@ -35,7 +35,7 @@ def _random_batch(rng: random.Random) -> Batch:
     return Batch(tuple(rng.randrange(1000) for _ in range(num_rows)), tuple(spans), tuple(draws))
 
 
-def _rows(batch: Batch) -> list[tuple[int, int, Span]]:
+def _rows(batch: Batch) -> list[tuple[int, int, TokenSpan]]:
     """(token id, position, span) of each row."""
     places = [(position, span) for span in batch.spans for position in range(span.start, span.end)]
     return [(token, *place) for token, place in zip(batch.token_ids, places, strict=True)]
@@ -91,7 +91,7 @@ def test_a_warm_up_has_no_positions() -> None:
 
 
 def test_another_order_is_refused() -> None:
-    batch = Batch((1, 2, 3), (Span(0, 2, (1,)), Span(4, 1, (0,))), ())
+    batch = Batch((1, 2, 3), (TokenSpan(0, 2, (1,)), TokenSpan(4, 1, (0,))), ())
     with pytest.raises(ValueError, match="do not come first"):
         mixed_inputs(batch, CPU)
 

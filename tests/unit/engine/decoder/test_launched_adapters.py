@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import LoadError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.lora.adapter import Adapter, Factors, PeftConfig
+from engine.lora.adapter import Factors, LoraAdapter, PeftConfig
 from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
@@ -50,7 +50,7 @@ def _model(
     )
 
 
-def _adapter(model: LlamaModel, rng: random.Random, rank: int, kinds: Sequence[str]) -> Adapter:
+def _adapter(model: LlamaModel, rng: random.Random, rank: int, kinds: Sequence[str]) -> LoraAdapter:
     """As strong as the weights that it is added to."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 40))
     factors = {}
@@ -66,7 +66,7 @@ def _adapter(model: LlamaModel, rng: random.Random, rank: int, kinds: Sequence[s
                 size,
             )
     config = PeftConfig(rank, 1.0, False, tuple(kinds), (), None, (), {}, {})
-    return Adapter(config, factors, f"{rng.randrange(1 << 250):064x}")
+    return LoraAdapter(config, factors, f"{rng.randrange(1 << 250):064x}")
 
 
 def _kinds(model: LlamaModel) -> list[str]:
@@ -156,7 +156,7 @@ class _World:
         num_tokens = len(one.tokens)
         blocks = one.blocks[: -(-num_tokens // BLOCK)]
         batch = Batch(
-            tuple(one.tokens), (Span(0, num_tokens, blocks, slot),), tuple(range(num_tokens))
+            tuple(one.tokens), (TokenSpan(0, num_tokens, blocks, slot),), tuple(range(num_tokens))
         )
         return self.model.forward(batch).clone()
 
@@ -314,7 +314,9 @@ def test_logits_are_those_of_a_plain_step(device: str, seed: int) -> None:
     token_ids = tuple(rng.randrange(VOCAB) for _ in slots)
     each = WINDOW // BLOCK
     tables = [tuple(range(at * each, (at + 1) * each)) for at in range(MAX_ROWS)]
-    spans = tuple(Span(0, 1, table[:1], slot) for table, slot in zip(tables, slots, strict=True))
+    spans = tuple(
+        TokenSpan(0, 1, table[:1], slot) for table, slot in zip(tables, slots, strict=True)
+    )
     batch = Batch(token_ids, spans, tuple(range(MAX_ROWS)))
     expected = model.forward(batch).float()
     without = [span._replace(adapter=0) for span in spans]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import singles_first
 from engine.decoder.mixed_launch import begin_mixed, place_of
 from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
@@ -44,7 +44,7 @@ def _random_batch(rng: random.Random, num_singles: int, num_chunks: int) -> Batc
         start = rng.choice([0, rng.randrange(WINDOW - num_tokens)])
         count = -(-(start + num_tokens) // BLOCK)
         blocks, order = tuple(order[:count]), order[count:]
-        spans.append(Span(start, num_tokens, blocks))
+        spans.append(TokenSpan(start, num_tokens, blocks))
     rng.shuffle(spans)
     for span in spans:
         token_ids += [rng.randrange(211) for _ in range(span.num_tokens)]
@@ -184,9 +184,9 @@ def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
     model = small_model("cpu", torch.float32, seed)
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     steps = _steps(model)
-    single, chunk = Span(3, 1, (1,)), Span(0, 4, (2,))
+    single, chunk = TokenSpan(3, 1, (1,)), TokenSpan(0, 4, (2,))
 
-    def taken(*spans: Span) -> StepShape | None:
+    def taken(*spans: TokenSpan) -> StepShape | None:
         num_tokens = sum(span.num_tokens for span in spans)
         return steps.shape_of(Batch((1,) * num_tokens, spans, (num_tokens - 1,)))
 
@@ -195,7 +195,7 @@ def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
     assert taken(single) == (8, 0)
     assert taken(chunk) == (0, 64)
     assert taken(single, chunk) == (8, 64)
-    half = Span(0, 75, tuple(range(10)))
+    half = TokenSpan(0, 75, tuple(range(10)))
     assert taken(*[single] * 20, half, half) == (20, 150)
     assert taken(*[single] * 21) is None
     assert taken(half, half._replace(num_tokens=76)) is None
@@ -246,7 +246,7 @@ def test_a_step_with_more_draws_than_a_shape_has_is_not_taken(seed: int) -> None
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     steps = _steps(model)
     steps.capture()
-    chunk = Span(0, 40, tuple(range(5)))
+    chunk = TokenSpan(0, 40, tuple(range(5)))
 
     def taken(num_draws: int) -> StepShape | None:
         return steps.shape_of(Batch((1,) * 40, (chunk,), tuple(range(num_draws))))

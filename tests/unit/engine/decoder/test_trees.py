@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.step_graphs import StepGraphs
@@ -48,7 +48,7 @@ def _branches(rng: random.Random, num_nodes: int) -> tuple[int, ...]:
 def _batch(rng: random.Random, kinds: Sequence[str], *, draws_all: bool = False) -> Batch:
     """Spans of these kinds: "one", "chunk", "chain", "tree", "late" (a tree on several tokens)."""
     order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     token_ids: list[int] = []
     draws: list[int] = []
     for kind in kinds:
@@ -63,7 +63,7 @@ def _batch(rng: random.Random, kinds: Sequence[str], *, draws_all: bool = False)
         start = rng.choice([0, rng.randrange(WINDOW - length)])
         count = -(-(start + length) // BLOCK)
         blocks, order = tuple(order[:count]), order[count:]
-        spans.append(Span(start, length, blocks, branches=branches))
+        spans.append(TokenSpan(start, length, blocks, branches=branches))
         first = len(token_ids)
         token_ids += [rng.randrange(211) for _ in range(length)]
         is_guessed = kind in ("chain", "tree", "late") or draws_all
@@ -83,7 +83,7 @@ def _elsewhere(rng: random.Random, batch: Batch, *, as_before: bool) -> Batch:
         for block in span.block_ids
     }
     order = [block for block in rng.sample(range(NUM_BLOCKS), NUM_BLOCKS) if block not in kept]
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for span, stays in zip(batch.spans, staying, strict=True):
         if stays:
             end = rng.randrange((len(span.block_ids) - 1) * BLOCK, len(span.block_ids) * BLOCK) + 1
@@ -133,7 +133,7 @@ def test_a_topology_is_what_the_span_says(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
         trunk, branches = rng.randrange(1, 5), _branches(rng, rng.randrange(9))
-        span = Span(rng.randrange(40), trunk + len(branches), (), branches=branches)
+        span = TokenSpan(rng.randrange(40), trunk + len(branches), (), branches=branches)
         found = topology(span.num_tokens, branches)
         assert (found.depths + span.start).tolist() == span.positions
         for row in range(span.num_tokens):
@@ -175,14 +175,14 @@ def test_every_row_stays_itself(seed: int) -> None:
         assert inputs.num_trees == sum(len(span.branches) > 0 for span in ordered.spans)
     with pytest.raises(ValueError, match="do not come last"):
         mixed_inputs(
-            Batch((1,) * 5, (Span(0, 3, (0,), branches=(-1, -1)), Span(4, 2, (1,))), ()),
+            Batch((1,) * 5, (TokenSpan(0, 3, (0,), branches=(-1, -1)), TokenSpan(4, 2, (1,))), ()),
             torch.device("cpu"),
         )
 
 
 def test_one_path_is_a_chunk() -> None:
-    batch = Batch((1, 2, 3), (Span(4, 3, (1,), branches=(-1, 0)),), (0, 1, 2))
-    assert cut_trunks(batch).spans == (Span(4, 3, (1,)),)
+    batch = Batch((1, 2, 3), (TokenSpan(4, 3, (1,), branches=(-1, 0)),), (0, 1, 2))
+    assert cut_trunks(batch).spans == (TokenSpan(4, 3, (1,)),)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -296,7 +296,7 @@ def test_steps_of_many_sequences_may_be_chunks(
         torch.testing.assert_close(
             memory.cache, expected_memory.cache, rtol=1e-4, atol=1e-4, equal_nan=True
         )
-    tree = Span(3, 3, (1,), branches=(-1, -1))
+    tree = TokenSpan(3, 3, (1,), branches=(-1, -1))
     several = Batch((1,) * 6, (tree, tree._replace(block_ids=(2,))), tuple(range(6)))
     assert graphs.verify(several) is None
 
@@ -317,28 +317,28 @@ def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixt
     model = small_model("cpu", torch.float32, seed)
     graphs = _graphs(model, KvMemory(model.layout, NUM_BLOCKS, "cpu"), max_rows=16)
 
-    def run(*spans: Span, num_draws: int | None = None) -> torch.Tensor | None:
+    def run(*spans: TokenSpan, num_draws: int | None = None) -> torch.Tensor | None:
         num_tokens = sum(span.num_tokens for span in spans)
         draws = tuple(range(num_tokens if num_draws is None else num_draws))
         return _run(graphs, Batch((1,) * num_tokens, spans, draws))
 
-    tree = Span(3, 5, (1,), branches=(-1, -1, 0, 0))
+    tree = TokenSpan(3, 5, (1,), branches=(-1, -1, 0, 0))
     assert run(tree) is None and graphs.num_missed == 1, "nothing is captured yet"
     graphs.capture()
     assert run(tree) is not None
-    assert run(tree, Span(0, 1, (2,)), num_draws=6) is not None
-    chunk = Span(0, 20, (4, 5, 6))
+    assert run(tree, TokenSpan(0, 1, (2,)), num_draws=6) is not None
+    chunk = TokenSpan(0, 20, (4, 5, 6))
     assert run(tree, chunk, num_draws=5) is not None
-    assert run(Span(0, MAX_NODES + 1, (4, 5))) is not None, "a long path is a chunk"
-    assert run(Span(0, 30, (4, 5, 6, 7))) is None, "of which few rows have logits"
-    assert run(Span(0, 1, (2,))) is not None, "without guesses"
+    assert run(TokenSpan(0, MAX_NODES + 1, (4, 5))) is not None, "a long path is a chunk"
+    assert run(TokenSpan(0, 30, (4, 5, 6, 7))) is None, "of which few rows have logits"
+    assert run(TokenSpan(0, 1, (2,))) is not None, "without guesses"
     assert graphs.num_missed == 2
     for spans in (
         [tree] * 4,  # rows
         [tree._replace(adapter=1)],
         [tree, tree._replace(block_ids=tuple(range(WINDOW // BLOCK + 1)))],
-        [Span(0, 14, (1, 2), branches=(-1, *[0] * 12))],  # a wide one
-        [tree, Span(0, 80, tuple(range(10)))],  # a chunk that no step takes
+        [TokenSpan(0, 14, (1, 2), branches=(-1, *[0] * 12))],  # a wide one
+        [tree, TokenSpan(0, 80, tuple(range(10)))],  # a chunk that no step takes
     ):
         assert run(*spans) is None
     assert graphs.num_missed == 7
@@ -349,9 +349,9 @@ def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixt
 def test_a_step_that_is_one_graph_is_queued_at_once(device: str, seed: int) -> None:
     model = small_model(device, torch.float32, seed)
     graphs = _graphs(model, KvMemory(model.layout, NUM_BLOCKS, device), max_rows=16)
-    tree, single = Span(3, 5, (1,), branches=(-1, -1, 0, 0)), Span(0, 1, (2,))
+    tree, single = TokenSpan(3, 5, (1,), branches=(-1, -1, 0, 0)), TokenSpan(0, 1, (2,))
 
-    def is_one(*spans: Span) -> bool:
+    def is_one(*spans: TokenSpan) -> bool:
         num_tokens = sum(span.num_tokens for span in spans)
         batch = Batch((1,) * num_tokens, spans, tuple(range(num_tokens)))
         assert model.queues_step(batch) == (graphs.takes(batch) and device == "cuda")
@@ -367,7 +367,7 @@ def test_a_step_that_is_one_graph_is_queued_at_once(device: str, seed: int) -> N
     assert is_one(*[single] * 8) and not is_one(*[single] * 9)
     assert not is_one(single._replace(block_ids=tuple(range(WINDOW // BLOCK + 1))))
     assert not is_one(single._replace(adapter=1))
-    assert not is_one(tree, Span(0, 20, (4, 5, 6))), "two graphs"
+    assert not is_one(tree, TokenSpan(0, 20, (4, 5, 6))), "two graphs"
 
 
 def test_shapes() -> None:
@@ -406,7 +406,7 @@ def test_exact_models_take_one_path(seed: int) -> None:
     model.decoder.is_exact = True
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     assert model.guesses is Guesses.CHAINS
-    tree = Span(0, 3, (0,), branches=(-1, -1))
+    tree = TokenSpan(0, 3, (0,), branches=(-1, -1))
     with pytest.raises(ValueError, match="exact: one path"):
         model.forward(Batch((1, 2, 3), (tree,), (0,)))
     path = tree._replace(branches=(-1, 0))

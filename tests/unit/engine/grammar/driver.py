@@ -18,8 +18,8 @@ import torch
 
 from engine.grammar.compile_server import compile_grammar
 from engine.grammar.config import GrammarLimits
-from engine.grammar.fill import MaskFiller
-from engine.grammar.source import source
+from engine.grammar.llguidance_source import source
+from engine.grammar.mask_filler import MaskFiller
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import GrammarTokenizer
 from engine.request import GrammarKind, GrammarSpec

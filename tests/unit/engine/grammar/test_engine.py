@@ -19,13 +19,13 @@ from engine.errors import EmptySupport, InvalidRequest
 from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly, refuse
-from engine.grammar.fill import MaskFiller
+from engine.grammar.mask_filler import MaskFiller
 from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
-from engine.request import FinishReason, GrammarSpec, State
+from engine.request import FinishReason, GrammarSpec, RequestState
 from engine.testing.fake_model import FakeModel
 from tests.harness.compile_process import SharedProcess
 from tests.harness.engines import finish, make_request
@@ -338,7 +338,7 @@ def test_a_preempted_request_keeps_its_place_in_the_grammar(make: Make) -> None:
         while engine.has_work():
             events += engine.step().events
             if preemption != "never" and "a" in engine._groups and len(events) % 2:
-                if engine._groups["a"].state in (State.PREFILLING, State.RUNNING):
+                if engine._groups["a"].state in (RequestState.PREFILLING, RequestState.RUNNING):
                     engine.preempt("a")
         results.append(outcomes(events))
     assert results[0] == results[1] == results[2]
@@ -354,7 +354,7 @@ def test_others_pass_a_request_that_waits_for_its_grammar_and_it_may_leave(
         patch.setattr(engine._constraints, "is_ready", lambda group: False)  # it takes its time
         for name in names:
             ask(engine, name, DATE, ignore_eos=False)
-            assert engine._groups[name].state is State.WAITING_FOR_GRAMMAR
+            assert engine._groups[name].state is RequestState.WAITING_FOR_GRAMMAR
         ask(engine, "quick", None, max_tokens=3)
         over: list[str] = []
         while not over:

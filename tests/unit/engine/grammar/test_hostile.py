@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammar import costs
+from engine.grammar import cost_limits
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly
 from engine.grammar.service import GrammarService
@@ -101,27 +101,31 @@ def test_the_shortest_text_of_a_pattern(seed: int, scale: Callable[[int], int]) 
     rng = random.Random(f"{seed} shortest")
     for _ in range(scale(2000)):
         pattern = random_regex(rng)
-        assert costs.shortest(pattern) == sre_parse.parse(pattern).getwidth()[0], pattern
+        assert cost_limits.shortest(pattern) == sre_parse.parse(pattern).getwidth()[0], pattern
 
 
 @pytest.mark.parametrize(
     ("check", "value", "problem"),
     [
-        (costs.check_pattern, "((a{99}){99}){99}", "970299 are more than"),
-        (costs.check_pattern, "a" * 40_000, "characters of a pattern"),
-        (costs.check_pattern, "a*" * 501, "repetitions"),
-        (costs.check_schema, {"items": {"const": "x" * 30_000}, "minItems": 100}, "constants"),
+        (cost_limits.check_pattern, "((a{99}){99}){99}", "970299 are more than"),
+        (cost_limits.check_pattern, "a" * 40_000, "characters of a pattern"),
+        (cost_limits.check_pattern, "a*" * 501, "repetitions"),
         (
-            costs.check_schema,
+            cost_limits.check_schema,
+            {"items": {"const": "x" * 30_000}, "minItems": 100},
+            "constants",
+        ),
+        (
+            cost_limits.check_schema,
             {"anyOf": [{"multipleOf": 7919}, {"multipleOf": 0.10007}]},
             "common multiple",
         ),
-        (costs.check_schema, [{"$ref": "#"}] * 1001, "references"),
-        (costs.check_schema, {"allOf": [{"pattern": "a?" * 300}] * 2}, "repetitions"),
-        (costs.check_lark, "start: a::x\n", "parametric"),
-        (costs.check_lark, "start: A\n" + "A: /a/ & /b/\n" * 65, "operators"),
-        (costs.check_lark, "".join(f"A{index}: /a/\n" for index in range(257)), "terminals"),
-        (costs.check_gbnf, "root ::= " + "a" * 9_000, "characters of a grammar"),
+        (cost_limits.check_schema, [{"$ref": "#"}] * 1001, "references"),
+        (cost_limits.check_schema, {"allOf": [{"pattern": "a?" * 300}] * 2}, "repetitions"),
+        (cost_limits.check_lark, "start: a::x\n", "parametric"),
+        (cost_limits.check_lark, "start: A\n" + "A: /a/ & /b/\n" * 65, "operators"),
+        (cost_limits.check_lark, "".join(f"A{index}: /a/\n" for index in range(257)), "terminals"),
+        (cost_limits.check_gbnf, "root ::= " + "a" * 9_000, "characters of a grammar"),
     ],
 )
 def test_what_the_library_does_not_bound_is_refused(

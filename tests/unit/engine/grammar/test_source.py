@@ -7,7 +7,7 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.grammar.compile_server import GrammarError
 from engine.grammar.config import GrammarLimits
-from engine.grammar.source import source
+from engine.grammar.llguidance_source import source
 from engine.request import GrammarKind, GrammarSpec
 from process.settings import SettingsError
 from tests.unit.engine.grammar.driver import (

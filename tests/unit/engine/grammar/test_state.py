@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.constraints import Masks
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly
-from engine.grammar.fill import MaskFiller
+from engine.grammar.mask_filler import MaskFiller
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
+from engine.grammar_constraints import Masks
 from engine.request import Sampling
 from engine.sampling.metadata import SamplingRequest
 from tests.unit.engine.grammar.driver import (

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
 from engine.kv.layout import LayerKv, layout_of
 from engine.kv.memory import KvMemory
@@ -42,7 +42,7 @@ class _Cache:
         if scale == "tensor":
             self._fixed = [(0.03, None if layer.is_latent else 0.02) for layer in layers]
 
-    def step(self, spans: list[Span], rows: list[Numbers], window: int | None) -> torch.Tensor:
+    def step(self, spans: list[TokenSpan], rows: list[Numbers], window: int | None) -> torch.Tensor:
         """[layers, T, H * Dv] of the spans' tokens; the layers see the same queries."""
         for span in spans:
             if (span.start + span.num_tokens) % SIZE and len(span.block_ids) * SIZE > span.start:
@@ -108,16 +108,16 @@ class _Text:
     def token(self) -> Numbers:
         return _token(self._layers, self._generator)
 
-    def span(self, start: int, num_tokens: int, branches: tuple[int, ...] = ()) -> Span:
+    def span(self, start: int, num_tokens: int, branches: tuple[int, ...] = ()) -> TokenSpan:
         num_blocks = -(-(start + num_tokens) // SIZE)
-        return Span(start, num_tokens, tuple(self.block_ids[:num_blocks]), branches=branches)
+        return TokenSpan(start, num_tokens, tuple(self.block_ids[:num_blocks]), branches=branches)
 
 
 def _alone(text: list[Numbers], cache: _Cache, window: int | None) -> torch.Tensor:
     """As one chunk in a cache of its own, which is the same as token by token
     (test_quantized_attention.py): what each token gets."""
     table = tuple(range(-(-len(text) // SIZE)))
-    return cache.step([Span(0, len(text), table)], text, window)
+    return cache.step([TokenSpan(0, len(text), table)], text, window)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), CHOICES)
@@ -144,7 +144,7 @@ def test_each_guess_sees_its_own_path_and_what_is_kept_is_plain_decodings(
             cache.step([text.span(0, len(text.known))], text.known, window)
     done = [len(text.known) for text in texts]
     for _ in range(2):
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         rows: list[Numbers] = []
         nodes: list[list[Numbers]] = []
         for text, start in zip(texts, done, strict=True):

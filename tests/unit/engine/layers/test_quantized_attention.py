@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from baton_kernels.quantize import dequantize, quantize, scale_for
+from baton_kernels.kv_quantization import dequantize, quantize, scale_for
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
@@ -113,7 +113,7 @@ class _Sequences:
                 table = self.tables[index][: -(-end // SIZE)]
                 if end % SIZE and done[index] <= end // SIZE * SIZE:
                     memory.clear(table[-1])  # as the engine does for a block that is entered
-                spans.append(Span(done[index], end - done[index], table))
+                spans.append(TokenSpan(done[index], end - done[index], table))
                 done[index] = end
             query, key, value = (
                 torch.cat(
@@ -232,7 +232,7 @@ def test_a_copied_block_takes_its_tail_along(seed: int) -> None:
         if start:
             memory.copy(table[1], other)
             table = (table[0], other)
-        span = Span(start, end - start, table)
+        span = TokenSpan(start, end - start, table)
         step = QuantizedAttention(
             Batch((0,) * (end - start), (span,), ()), memory, memory.layer_views(), []
         )
@@ -255,7 +255,9 @@ def test_a_block_entered_in_its_middle_without_a_tail_is_no_silent_zero() -> Non
     layout = _layout(LAYERS["plain"], "int8", "block")
     memory = KvMemory(layout, 4)
     with pytest.raises(IntegrityError, match="no tail"):
-        QuantizedAttention(Batch((0,), (Span(5, 1, (0, 1)),), ()), memory, memory.layer_views(), [])
+        QuantizedAttention(
+            Batch((0,), (TokenSpan(5, 1, (0, 1)),), ()), memory, memory.layer_views(), []
+        )
 
 
 class TailsMachine(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
@@ -125,10 +125,10 @@ def test_results_are_equal_bit_for_bit(kind: str, dtype: str, limit_bytes: int, 
     assert scratch.num_taken > 0
 
 
-def _spans(rng: random.Random) -> tuple[Span, ...]:
+def _spans(rng: random.Random) -> tuple[TokenSpan, ...]:
     """Decodes, trees, and chunks with a past and without, of odd lengths in shuffled blocks."""
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for _ in range(rng.randint(1, 9)):
         start = rng.choice([0, 1, 5, 30, 99])
         count = rng.choice([1, 1, 2, 7, 40])
@@ -136,7 +136,7 @@ def _spans(rng: random.Random) -> tuple[Span, ...]:
         branches = tuple(rng.randrange(-1, node) for node in range(num_nodes))
         end = start + count + num_nodes
         blocks = tuple(free.pop() for _ in range(-(-end // SIZE)))
-        spans.append(Span(start, count + num_nodes, blocks, branches=branches))
+        spans.append(TokenSpan(start, count + num_nodes, blocks, branches=branches))
     return tuple(spans)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
@@ -75,7 +75,7 @@ def test_each_token_sees_its_own_path(
         end = start + trunk + num_nodes
         blocks = tuple(free.pop() for _ in range(-(-end // SIZE)))
         branches = tuple(rng.randrange(-1, node) for node in range(num_nodes))
-        spans.append(Span(start, trunk + num_nodes, blocks, branches=branches))
+        spans.append(TokenSpan(start, trunk + num_nodes, blocks, branches=branches))
     num_tokens = sum(span.num_tokens for span in spans)
     views = memory.layer_views()
     step = TorchPagedAttention(Batch((0,) * num_tokens, tuple(spans), ()), views, SIZE)
@@ -113,7 +113,7 @@ def test_a_tokens_heads_lie_side_by_side(
     one group, too, and of one span."""
     memory = _memory([PLAIN], 2 * num_spans)
     memory.cache.zero_()
-    spans = tuple(Span(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
+    spans = tuple(TokenSpan(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
     num_rows = num_spans * num_tokens
     step = TorchPagedAttention(Batch((0,) * num_rows, spans, ()), memory.layer_views(), SIZE)
     ones = torch.ones(2, num_rows, DIM)
@@ -126,7 +126,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else_and_a_warm_up_nothing() ->
     memory.cache.fill_(7.0)
     ones = torch.ones(2, 3, DIM)
     for blocks, written in (((), set()), ((4, 1), {(4, 1, 3), (1, 1, 0), (1, 1, 1)})):
-        span = Span(3 if blocks else 0, 3, blocks)
+        span = TokenSpan(3 if blocks else 0, 3, blocks)
         step = TorchPagedAttention(Batch((0,) * 3, (span,), ()), memory.layer_views(), SIZE)
         step.attend(1, torch.ones(HEADS, 3, DIM), ones, ones, 1.0, None)
         changed = (memory.cache != 7.0).nonzero().tolist()
@@ -144,7 +144,7 @@ def test_attention_over_latents_is_attention_over_what_they_expand_to(seed: int)
     latents = Latents(weight_k, weight_v)
     parts = []
     for start, end in ((0, 5), (5, 8), (8, 9)):
-        span = Span(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
+        span = TokenSpan(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
         step = TorchPagedAttention(
             Batch((0,) * (end - start), (span,), ()), memory.layer_views(), SIZE
         )

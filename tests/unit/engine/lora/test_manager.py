@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 from torch import nn
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import (
     AdapterInUse,
     IntegrityError,
@@ -30,7 +30,7 @@ from engine.errors import (
     TooManyAdapters,
     UnknownAdapter,
 )
-from engine.lora.adapter import Adapter, Factors, PeftConfig, read_adapter
+from engine.lora.adapter import Factors, LoraAdapter, PeftConfig, read_adapter
 from engine.lora.limits import LoraLimits
 from engine.lora.manager import LoraManager, plain_steps_warning
 from engine.lora.stacked_weights import Site, StackedLora
@@ -58,12 +58,12 @@ class Toy:
         }
 
     def outputs(self, adapters: LoraManager, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        adapters.begin(Batch((1, 2), (Span(0, 2, (0,), slot),), ()))
+        adapters.begin(Batch((1, 2), (TokenSpan(0, 2, (0,), slot),), ()))
         x = torch.eye(6)[:2]
         return self.qk(x), self.o(x)
 
 
-def make_adapter(content: int, modules: tuple[str, ...] = MODULES, rank: int = 2) -> Adapter:
+def make_adapter(content: int, modules: tuple[str, ...] = MODULES, rank: int = 2) -> LoraAdapter:
     """An adapter read from nowhere; `content` is its digest and its numbers."""
     sizes = {"l.q_proj": 8, "l.k_proj": 2, "l.o_proj": 7}
     factors = {
@@ -71,7 +71,7 @@ def make_adapter(content: int, modules: tuple[str, ...] = MODULES, rank: int = 2
         for name in modules
     }
     config = PeftConfig(rank, 1.0, False, modules, (), None, (), {}, {})
-    return Adapter(config, factors, f"{content:064x}")
+    return LoraAdapter(config, factors, f"{content:064x}")
 
 
 def num_bytes(modules: tuple[str, ...], rank: int = 2) -> int:
@@ -154,7 +154,7 @@ def test_no_adapter_is_always_there(toy: Toy) -> None:
             call("b")
         assert raised.value.field == "adapter"
     with pytest.raises(IntegrityError, match=r"slots \[7\]"):
-        adapters.begin(Batch((1,), (Span(0, 1, (0,), 7),), (0,)))
+        adapters.begin(Batch((1,), (TokenSpan(0, 1, (0,), 7),), (0,)))
 
 
 def test_limits(toy: Toy) -> None:

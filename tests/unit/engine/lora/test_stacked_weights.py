@@ -12,7 +12,7 @@ from baton_kernels.packed_linear import unavailable_reason
 from torch import nn
 from torch.nn.functional import linear, silu
 
-from engine.batch import Span
+from engine.batch import TokenSpan
 from engine.errors import IntegrityError
 from engine.layers.linear import PackedLinear
 from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank, attach, detach
@@ -22,9 +22,9 @@ IN, OUT = 24, 40
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _spans(rng: random.Random, num_slots: int) -> list[Span]:
+def _spans(rng: random.Random, num_slots: int) -> list[TokenSpan]:
     return [
-        Span(0, rng.choice([1, 1, 1, 2, 5, 40]), (0,), rng.randint(0, num_slots))
+        TokenSpan(0, rng.choice([1, 1, 1, 2, 5, 40]), (0,), rng.randint(0, num_slots))
         for _ in range(rng.randint(1, 9))
     ]
 
@@ -39,7 +39,7 @@ def _deltas(rows: AdapterRows, generator: torch.Generator, slots: list[int]) -> 
     return deltas
 
 
-def _expected(x: torch.Tensor, spans: list[Span], deltas: Deltas) -> torch.Tensor:
+def _expected(x: torch.Tensor, spans: list[TokenSpan], deltas: Deltas) -> torch.Tensor:
     """[T, out] in float64, row by row."""
     out = torch.zeros(x.shape[0], OUT, dtype=torch.float64)
     row = 0
@@ -113,7 +113,7 @@ def test_a_linear_of_the_model_itself_gets_a_hook(seed: int) -> None:
     before = layer(x)
     rows = AdapterRows(torch.device("cpu"))
     deltas = _deltas(rows, generator, [1])
-    spans = [Span(0, 2, (0,)), Span(0, 3, (0,), 1), Span(0, 1, (0,))]
+    spans = [TokenSpan(0, 2, (0,)), TokenSpan(0, 3, (0,), 1), TokenSpan(0, 1, (0,))]
     handle = attach(layer, deltas)
     assert torch.equal(layer(x), before), "no step has begun"
     rows.place(spans)
@@ -121,7 +121,7 @@ def test_a_linear_of_the_model_itself_gets_a_hook(seed: int) -> None:
     assert torch.equal(after[0, [0, 1, 5]], before[0, [0, 1, 5]])
     wanted = before[0].double() + _expected(x[0], spans, deltas)
     assert torch.allclose(after[0].double(), wanted, rtol=1e-4, atol=1e-4)
-    rows.place([Span(0, 6, (0,))])
+    rows.place([TokenSpan(0, 6, (0,))])
     assert torch.equal(layer(x), before), "a step without adapters"
     rows.place(spans)
     detach(layer, handle)
@@ -131,7 +131,7 @@ def test_a_linear_of_the_model_itself_gets_a_hook(seed: int) -> None:
 def test_rows_of_another_step_are_an_error() -> None:
     rows = AdapterRows(torch.device("cpu"))
     deltas = _deltas(rows, torch.Generator().manual_seed(0), [1])
-    rows.place([Span(0, 3, (0,), 1)])
+    rows.place([TokenSpan(0, 3, (0,), 1)])
     with pytest.raises(IntegrityError, match="2 rows in a step of 3"):
         deltas.add(torch.ones(2, IN), torch.ones(2, OUT))
 
@@ -141,7 +141,7 @@ def test_nan_in_a_row_without_an_adapter_stays_there(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = AdapterRows(torch.device("cpu"))
     deltas = _deltas(rows, generator, [1, 2])
-    rows.place([Span(0, 1, (0,), slot) for slot in (0, 1, 2, 1)])
+    rows.place([TokenSpan(0, 1, (0,), slot) for slot in (0, 1, 2, 1)])
     x = torch.randn(4, IN, generator=generator)
     x[0], x[1] = torch.nan, torch.nan
     out = torch.zeros(4, OUT)

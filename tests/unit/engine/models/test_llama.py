@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
 from engine.kv.memory import KvMemory
@@ -133,7 +133,11 @@ def test_a_long_chunk_drawn_once_gives_what_all_its_rows_would(
     save(FAMILIES[family](), tmp_path, seed % 1000)
     model = _model(tmp_path)
     token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(150))
-    spans = (Span(0, 100, tuple(range(7))), Span(0, 49, tuple(range(7, 11))), Span(0, 1, (11,)))
+    spans = (
+        TokenSpan(0, 100, tuple(range(7))),
+        TokenSpan(0, 49, tuple(range(7, 11))),
+        TokenSpan(0, 1, (11,)),
+    )
     last = tuple(end - 1 for end in (100, 149, 150))
     full = model.forward(Batch(token_ids, spans, tuple(range(150))))
     written = model._memory.cache.clone()
@@ -146,17 +150,20 @@ def test_a_long_chunk_drawn_once_gives_what_all_its_rows_would(
 
 def test_no_draw_gives_no_logits(llama: Path) -> None:
     model = _model(llama)
-    assert model.forward(Batch((5,) * 80, (Span(0, 80, tuple(range(5))),), ())).shape == (0, 260)
+    assert model.forward(Batch((5,) * 80, (TokenSpan(0, 80, tuple(range(5))),), ())).shape == (
+        0,
+        260,
+    )
 
 
 def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) -> None:
     model = _model(llama)
     decoder: LlamaDecoder = model.decoder
     prompts = [tuple((13 * i + seed + j) % 259 + 1 for i in range(20)) for j in range(3)]
-    spans = tuple(Span(0, 19, (3 * j, 3 * j + 1)) for j in range(3))
+    spans = tuple(TokenSpan(0, 19, (3 * j, 3 * j + 1)) for j in range(3))
     model.forward(Batch(sum((prompt[:19] for prompt in prompts), ()), spans, ()))
     before = model._memory.cache.clone()
-    steps = tuple(Span(19, 1, span.block_ids) for span in spans)
+    steps = tuple(TokenSpan(19, 1, span.block_ids) for span in spans)
     expected = model.forward(Batch(tuple(prompt[19] for prompt in prompts), steps, (0, 1, 2)))
     written = model._memory.cache.clone()
     model._memory.cache.copy_(before)
@@ -176,7 +183,7 @@ def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) 
 def test_stages_compute_what_the_whole_does(cut: int, llama: Path, seed: int) -> None:
     model = _model(llama)
     token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(90))
-    batch = Batch(token_ids, (Span(0, 90, tuple(range(6))),), (89,))
+    batch = Batch(token_ids, (TokenSpan(0, 90, tuple(range(6))),), (89,))
     expected = model.forward(batch)
     memory = KvMemory(model.layout, 12)
     with torch.inference_mode():
@@ -205,7 +212,7 @@ def _stage(folder: Path, memory: KvMemory, first: int, count: int) -> LlamaDecod
 def test_fp8_weights_are_near_the_plain_ones_and_another_model() -> None:
     """A trained model; layers only: embedding and head stay as they are."""
     token_ids = tuple((31 * i + 5) % 2000 for i in range(100))
-    batch = Batch(token_ids, (Span(0, 100, tuple(range(7))),), tuple(range(100)))
+    batch = Batch(token_ids, (TokenSpan(0, 100, tuple(range(7))),), tuple(range(100)))
     plain = _model(Path("baton-5m"), dtype="float32")
     small = _model(Path("baton-5m"), dtype="float32", weight_dtype="fp8_e4m3")
     expected, actual = plain.forward(batch), small.forward(batch)

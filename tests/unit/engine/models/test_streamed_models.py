@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import checkpoints
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import IntegrityError, LoadError
@@ -98,7 +98,7 @@ def _logits(model: Any, layout: Any, device: str, rng: random.Random) -> torch.T
             count = rng.randint(0, length - start)
             if count:
                 end = done[at] = start + count
-                spans.append(Span(start, count, tables[at][: layout.num_blocks_for(end)]))
+                spans.append(TokenSpan(start, count, tables[at][: layout.num_blocks_for(end)]))
                 token_ids += [rng.randrange(60) for _ in range(count)]
         if spans:
             batch = Batch(tuple(token_ids), tuple(spans), tuple(range(len(token_ids))))
@@ -395,7 +395,7 @@ def test_adapters_go_with_it(tmp_path: Path) -> None:
         loaded.attach(KvMemory(loaded.layout, 4))
         loaded.adapters.load("a", adapter)
         token_ids = tuple(range(3, 33))
-        span = Span(0, 30, (0, 1))
+        span = TokenSpan(0, 30, (0, 1))
         for slot in (0, loaded.adapters.slot("a")):
             one = span._replace(adapter=slot)
             outcomes.append(loaded.forward(Batch(token_ids, (one,), tuple(range(30)))).clone())

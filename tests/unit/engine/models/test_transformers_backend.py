@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.errors import ModelNotSupported
 from engine.kv.layout import LayerKv
@@ -29,7 +29,7 @@ def _load(path: Path, **fields: Any) -> Any:
 def _prompt(num_tokens: int) -> Batch:
     """A fresh prompt that touches no block; all its logits are wanted."""
     token_ids = tuple((31 * i + 5) % 259 + 1 for i in range(num_tokens))
-    return Batch(token_ids, (Span(0, num_tokens, ()),), tuple(range(num_tokens)))
+    return Batch(token_ids, (TokenSpan(0, num_tokens, ()),), tuple(range(num_tokens)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import RankFailed
@@ -98,7 +98,7 @@ def _logits(engine: LLMEngine) -> torch.Tensor:
     token_ids = torch.randint(260, (60,), generator=generator).tolist()
     found = []
     for start, end in ((0, 37), (37, 58), (58, 59), (59, 60)):
-        span = Span(start, end - start, tuple(range(5, 5 + -(-end // 16))))
+        span = TokenSpan(start, end - start, tuple(range(5, 5 + -(-end // 16))))
         draws = tuple(range(end - start))
         logits = engine._model.forward(Batch(tuple(token_ids[start:end]), (span,), draws))
         found.append(logits.float().cpu())  # a graph's own hold until the next step only
@@ -177,7 +177,7 @@ def _move(memory: BlockMemory, block_ids: list[int], whole: Bytes | None = None)
 def _last_logits(engine: LLMEngine, token_ids: list[int], blocks: tuple[int, ...]) -> torch.Tensor:
     """Of a decode of the last token, all others being in the blocks."""
     end = len(token_ids)
-    batch = Batch((token_ids[-1],), (Span(end - 1, 1, blocks),), (0,))
+    batch = Batch((token_ids[-1],), (TokenSpan(end - 1, 1, blocks),), (0,))
     return engine._model.forward(batch).float().cpu()
 
 

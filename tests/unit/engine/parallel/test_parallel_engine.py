@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.decoder.ahead import RowLaunch
 from engine.engine import LLMEngine, load_engine
@@ -29,10 +29,10 @@ from engine.models import loader
 from engine.models.interface import DecodeRow
 from engine.models.llama import read_llama_config
 from engine.parallel.ahead import ParallelAhead
-from engine.parallel.memory import RankMemory
-from engine.parallel.messages import Change, Start
-from engine.parallel.model import ParallelModel
-from engine.parallel.processes import RankProcesses
+from engine.parallel.messages import Change, StartRank
+from engine.parallel.parallel_model import ParallelModel
+from engine.parallel.rank_memory import RankMemory
+from engine.parallel.rank_processes import RankProcesses
 from engine.request import Request
 from process.settings import SettingsError
 from tests.conftest import SESSION_SEED
@@ -158,12 +158,12 @@ def test_processes_give_the_tokens_of_one(
 
 _PARENT = """
 import sys, msgspec
-import engine.parallel.child
+import engine.parallel.rank_main
 assert "transformers" not in sys.modules, "a rank starts without it"
-from engine.parallel.messages import Start
-from engine.parallel.place import Grid
-from engine.parallel.processes import RankProcesses
-start = msgspec.json.decode(sys.argv[1], type=Start)
+from engine.parallel.messages import StartRank
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_processes import RankProcesses
+start = msgspec.json.decode(sys.argv[1], type=StartRank)
 ranks = RankProcesses(Grid(1, 2), [start], timeout_s=60.0, files=(0, 1), on_failure=lambda: None)
 ranks.start()
 ranks.wait_ready()
@@ -180,7 +180,7 @@ def test_ranks_end_with_a_parent_that_is_killed(folder: Path) -> None:
         CONFIG, pipeline_parallel=2, dtype="float32", context_window=256, model=str(folder)
     )
     shape = read_llama_config(transformers.AutoConfig.from_pretrained(folder))
-    start = msgspec.json.encode(Start(config, str(folder), shape, 1)).decode()
+    start = msgspec.json.encode(StartRank(config, str(folder), shape, 1)).decode()
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, start],
         stdin=subprocess.PIPE,
@@ -222,14 +222,14 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
 
 
 _OWN_CACHE = """
-from engine.parallel import child
-from engine.parallel.memory import RankMemory
+from engine.parallel import rank_main
+from engine.parallel.rank_memory import RankMemory
 from engine.parallel.cuda_ipc import SharedCache
-child._Child._memory = lambda self, layout, ranks, n, device: RankMemory(
+rank_main._Child._memory = lambda self, layout, ranks, n, device: RankMemory(
     layout, ranks.place, n, device
 )
-child._share = lambda memory: SharedCache(0, b"", 0)
-child.run()
+rank_main._share = lambda memory: SharedCache(0, b"", 0)
+rank_main.run()
 """
 
 
@@ -265,11 +265,11 @@ def test_blocks_are_cleared_and_copied_at_every_rank(
 
     def decode(*blocks: int) -> torch.Tensor:
         """Logits of a ninth token, whose predecessors are in the first two blocks."""
-        return engine._model.forward(Batch((17,), (Span(8, 1, blocks),), (0,))).clone()
+        return engine._model.forward(Batch((17,), (TokenSpan(8, 1, blocks),), (0,))).clone()
 
     assert not kv.is_whole and kv.parts == (), "nobody can reach the other rank's part"
     assert kv.cache.nbytes == 40 * kv.layout.block_bytes // 2
-    engine._model.forward(Batch(tuple(range(5, 13)), (Span(0, 8, (3, 4)),), (7,)))
+    engine._model.forward(Batch(tuple(range(5, 13)), (TokenSpan(0, 8, (3, 4)),), (7,)))
     expected = decode(3, 4, 9)
 
     kv.copy(3, 20)

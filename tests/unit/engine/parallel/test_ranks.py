@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
-from engine.parallel.memory import RankMemory, runs
-from engine.parallel.model import ParallelModel
-from engine.parallel.pieces import pieces
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.microbatches import pieces
+from engine.parallel.parallel_model import ParallelModel
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import RankMemory, runs
 from tests.unit.engine.parallel.threads import Model, run_ranks
 
 _SIZES: dict[str, Any] = {
@@ -165,14 +165,14 @@ def test_exact_rows_do_not_depend_on_others_in_the_step(grid: Grid, seed: int) -
 def _prompt(model: Model, seed: int) -> tuple[Batch, tuple[int, ...]]:
     token_ids = torch.randint(104, (21,), generator=torch.Generator().manual_seed(seed)).tolist()
     blocks = (7, 2, 9, 0, 5, 4, 11)
-    return Batch(tuple(token_ids), (Span(0, 21, blocks[:6]),), (20,)), blocks
+    return Batch(tuple(token_ids), (TokenSpan(0, 21, blocks[:6]),), (20,)), blocks
 
 
 def _decode(part: Any, first_token: int, blocks: tuple[int, ...]) -> list[int]:
     """Four more greedy tokens after the prompt."""
     token_ids = [first_token]
     for position in range(21, 25):
-        span = Span(position, 1, blocks[: position // 4 + 1])
+        span = TokenSpan(position, 1, blocks[: position // 4 + 1])
         token_ids.append(int(part.forward(Batch((token_ids[-1],), (span,), (0,)))[0].argmax()))
     return token_ids
 
@@ -217,7 +217,7 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
         if ranks.place.is_last:
             return _decode(part, first, blocks)
         for token_id, position in zip(expected, range(21, 25), strict=False):
-            span = Span(position, 1, blocks[: position // 4 + 1])
+            span = TokenSpan(position, 1, blocks[: position // 4 + 1])
             part.forward(Batch((token_id,), (span,), (0,)))
         return expected
 
@@ -292,8 +292,8 @@ def test_an_end_lets_the_graphs_go_before_the_ranks_part() -> None:
 _OUTLIVED = """
 import gc, os, socket, threading, torch
 from engine.errors import RankFailed
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
+from engine.parallel.distributed_ranks import ProcessRanks
 
 held, meeting_file = [], os.memfd_create("meeting")
 

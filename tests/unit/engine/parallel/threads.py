@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.llama import kv_layout, read_llama_config
 from engine.models.self_check import random_instance
 from engine.models.weights import take_weights
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_model import RankModel, share_of
 from engine.parallel.ranks import OneRank, Ranks
 
@@ -113,7 +113,7 @@ class Model:
             )
         ):
             spans = tuple(
-                Span(start, end - start, tables[request][: self.layout.num_blocks_for(end)])
+                TokenSpan(start, end - start, tables[request][: self.layout.num_blocks_for(end)])
                 for request, start, end in members
             )
             num_tokens = sum(span.num_tokens for span in spans)

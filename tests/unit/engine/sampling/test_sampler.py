@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from engine.errors import EmptySupport, InvalidLogits
 from engine.request import Sampling
 from engine.sampling import logprobs, sampler
-from engine.sampling.copies import Fetched, bring
+from engine.sampling.host_device_copies import Fetched, bring
 from engine.sampling.logprobs import rows_per_pass
 from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from engine.sampling.sampler import Sampler

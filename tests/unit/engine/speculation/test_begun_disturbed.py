@@ -13,7 +13,7 @@ from engine.begun import BegunStep
 from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
 from engine.outputs import RequestOutput
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
 from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
@@ -220,10 +220,10 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
         if rng.random() < 0.05:
             _take_all(engine, make_request)
         for name, group in [*engine._groups.items()]:
-            if group.state is State.HOLDING and rng.random() < 0.3:
+            if group.state is RequestState.HOLDING and rng.random() < 0.3:
                 engine.release(name)
     for name, group in [*engine._groups.items()]:
-        assert group.state is State.HOLDING
+        assert group.state is RequestState.HOLDING
         engine.release(name)
     for name, tokens in expected.items():
         told = told_of(events, name)

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.request import Beam, Request
-from engine.sampling.copies import Mark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.sampler import Sampler
 from engine.speculation.proposer import HiddenStates, HiddenStateScope
 from engine.step_builder import Step
@@ -145,7 +145,7 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
     """The right guess lies behind the wrong ones: what is kept of it is moved behind the draws."""
     marks: list[tuple[str, int]] = []
 
-    class NotedMark(Mark):
+    class NotedMark(StreamMark):
         def __init__(self, device: torch.device | str) -> None:
             super().__init__(device)
             marks.append(("made", late.num_forwards))

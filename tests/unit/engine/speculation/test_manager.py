@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError, PolicyFailed
@@ -41,7 +41,7 @@ from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_
 from engine.models.loader import load_model
 from engine.models.weights import random_weights
 from engine.outputs import RequestOutput
-from engine.request import ModelInfo, Request, Sampling, State, StopView
+from engine.request import ModelInfo, Request, RequestState, Sampling, StopView
 from engine.sequence import Key
 from engine.speculation import manager
 from engine.speculation.config import SpeculationConfig
@@ -885,9 +885,9 @@ def test_transformers_code_gives_what_its_head_takes(model: LoadedModel, target:
     memory = model.make_memory(12)
     model.attach(memory)
     prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15]
-    model.forward(Batch(tuple(prompt), (Span(0, 9, (0, 1)),), (8,)))
-    tree = Span(9, 4, (0, 1), branches=(-1, 0, -1))
-    spans = (Span(0, 3, (2,)), tree)
+    model.forward(Batch(tuple(prompt), (TokenSpan(0, 9, (0, 1)),), (8,)))
+    tree = TokenSpan(9, 4, (0, 1), branches=(-1, 0, -1))
+    spans = (TokenSpan(0, 3, (2,)), tree)
     batch = Batch((3, 4, 5, 20, 21, 22, 23), spans, (2, 3, 4, 5, 6), True, True)
     model.forward(batch)
     texts = [[3], [3, 4], [3, 4, 5], [*prompt, 20], [*prompt, 20, 21], [*prompt, 20, 21, 22]]
@@ -1186,7 +1186,7 @@ def test_no_embedding_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
 def _sample(name: str, num_computed: int, **request: Any) -> Any:
     return SimpleNamespace(
         request=SimpleNamespace(**{"beam": None, "hold_after": None, **request}),
-        state=State.RUNNING,
+        state=RequestState.RUNNING,
         token_ids=list(range(num_computed + 1)),
         num_computed_tokens=num_computed,
         key=(name, 0),
@@ -1206,7 +1206,7 @@ def test_what_a_step_leaves_takes_its_own_bytes(wants: HiddenStateScope) -> None
         drawn_of=lambda rows: rows,
         draw_indices=(0, num_tokens + 1),
         batch=SimpleNamespace(
-            spans=[Span(48, 1, (1,)), Span(0, num_tokens, (2,)), Span(58, 1, (3,))],
+            spans=[TokenSpan(48, 1, (1,)), TokenSpan(0, num_tokens, (2,)), TokenSpan(58, 1, (3,))],
         ),
     )
     drawn = every[[0, num_tokens + 1]]
