@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.outputs import RequestOutput, StepOutput
+from engine.request import Request, Sampling
 from engine.sampling.metadata import SamplerOutput
 from engine.testing.ahead_model import AheadModel, PlainAhead
 from engine.testing.fake_model import FakeModel
@@ -75,11 +77,34 @@ def without_ids(events: Sequence[RequestOutput]) -> list[RequestOutput]:
     ]
 
 
+def arriving(
+    engine: LLMEngine, requests: Sequence[Request], rng: random.Random
+) -> dict[tuple[str, int], list[RequestOutput]]:
+    """Requests that begin at random steps: the events of each sample, without block ids."""
+    events: dict[tuple[str, int], list[RequestOutput]] = {}
+    left = list(requests)
+    while left or engine.has_work():
+        while left and (rng.random() < 0.3 or not engine.has_work()):
+            engine.submit(left.pop(0))
+        for event in without_ids(engine.step().events):
+            events.setdefault((event.request_id, event.sample_index), []).append(event)
+        engine.check_integrity()
+    return events
+
+
 def write_tokens(engine: LLMEngine, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
     """As a transfer would: what the fake model takes for their KV."""
     for position, token_id in enumerate(token_ids):
         cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
         cell[0], cell[1] = float(token_id), float(position)
+
+
+def hand_over(source: LLMEngine, target: LLMEngine, name: str, num_tokens: int) -> None:
+    """The KV of a request's first tokens, as a transfer would."""
+    given, taken = (
+        list(engine.block_ids(name)[: -(-num_tokens // SIZE)]) for engine in (source, target)
+    )
+    target.kv.host_view[taken] = source.kv.host_view[given]
 
 
 class Recording(PlainAhead):
@@ -144,3 +169,12 @@ def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:
 
 
 block_hash = hasher()
+
+
+def make_request(
+    request_id: str, prompt: Iterable[int], *, root: bytes = b"", **fields: Any
+) -> Request:
+    """Eight tokens, whatever they are, but for what `fields` of a Request or a Sampling say."""
+    own = {name: fields.pop(name) for name in Request.__dataclass_fields__ if name in fields}
+    sampling = Sampling(**{"max_tokens": 8, "ignore_eos": True} | fields)
+    return Request(request_id, tuple(prompt), sampling, hasher(root), cache_root=root, **own)

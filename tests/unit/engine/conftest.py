@@ -5,7 +5,7 @@ may be, so that a block which was given away too early shows, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,40 +13,16 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import LoadedModel
-from engine.outputs import RequestOutput
-from engine.request import Request, Sampling
+from engine.request import Request
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
 from tests.harness import engines
 from tests.harness.compile_process import one_compile_process as one_compile_process
-from tests.harness.engines import hasher
 
 
 @pytest.fixture
 def make_request() -> Callable[..., Request]:
-    """`make_request(id, prompt, max_tokens=..., hold_after=..., <sampling fields>)`."""
-
-    def make(
-        request_id: str,
-        prompt: Sequence[int],
-        *,
-        hold_after: int | None = None,
-        priority: int = 0,
-        root: bytes = b"",
-        **sampling: Any,
-    ) -> Request:
-        sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt),
-            sampling=Sampling(**sampling),
-            block_hasher=hasher(root),
-            cache_root=root,
-            hold_after=hold_after,
-            priority=priority,
-        )
-
-    return make
+    return engines.make_request
 
 
 @pytest.fixture(params=["plain", "ahead"])
@@ -78,15 +54,3 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., LLMEng
     yield make
     for engine in made:
         engine.check_integrity()
-
-
-@pytest.fixture
-def finish() -> Callable[..., dict[str, list[RequestOutput]]]:
-    """Step until nothing is left; events by request. Integrity is checked after each step."""
-    return engines.finish
-
-
-@pytest.fixture
-def tokens() -> Callable[[list[RequestOutput]], list[int]]:
-    """All output tokens of one request's events."""
-    return engines.tokens_of

@@ -16,7 +16,7 @@ from engine.errors import UnknownRequest, WrongState
 from engine.outputs import RequestOutput
 from engine.request import Beam, DetachedRequest, Request, RequestState, Sampling
 from engine.testing.fake_model import FakeModel
-from tests.harness.engines import all_steps, hasher, late_engine
+from tests.harness.engines import all_steps, hasher, late_engine, make_request, tokens_of
 from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
 
 Make = Callable[..., Any]
@@ -123,9 +123,7 @@ def test_requests_that_move_at_random_draw_what_they_would_have_drawn(
         RequestState.PARKED,
     ],
 )
-def test_it_can_be_taken_out_in_each_state(
-    state: RequestState, make_engine: Make, make_request: Make, tokens: Make
-) -> None:
+def test_it_can_be_taken_out_in_each_state(state: RequestState, make_engine: Make) -> None:
     how = {RequestState.PREEMPTED: "recompute", RequestState.PARKED: "swap"}.get(state, "never")
     engine = make_engine(preemption=how, budget=8)
     prompt = range(1, 15)
@@ -139,7 +137,7 @@ def test_it_can_be_taken_out_in_each_state(
             engine.preempt("a")
     held = engine.detach("a")
     assert engine._groups["a"].state is RequestState.HOLDING and engine.stats().num_holding == 1
-    assert held.token_ids == (*prompt, *tokens(events))
+    assert held.token_ids == (*prompt, *tokens_of(events))
     if state is RequestState.PARKED:
         assert engine._preemptor._parking.num_bytes == 0  # nobody brings it back
     if state is RequestState.RUNNING:
@@ -176,9 +174,7 @@ def test_what_was_launched_for_it_is_thrown_away_before_anybody_reads() -> None:
 
 
 @pytest.mark.parametrize("end", ["release", "abort"])
-def test_its_blocks_are_nobody_elses_until_its_end(
-    end: str, make_engine: Make, make_request: Make
-) -> None:
+def test_its_blocks_are_nobody_elses_until_its_end(end: str, make_engine: Make) -> None:
     engine = make_engine(num_blocks=12, preemption="recompute", context_window=40)
     engine.submit(make_request("a", range(1, 15), max_tokens=9))
     for _ in range(4):
@@ -194,7 +190,7 @@ def test_its_blocks_are_nobody_elses_until_its_end(
     assert not engine._groups
 
 
-def test_what_cannot_be_taken_out_says_why(make_engine: Make, make_request: Make) -> None:
+def test_what_cannot_be_taken_out_says_why(make_engine: Make) -> None:
     engine = make_engine()
     with pytest.raises(UnknownRequest):
         engine.detach("unknown")

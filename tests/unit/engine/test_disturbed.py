@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from engine.request import GrammarKind, GrammarSpec
 from engine.testing.fake_model import FakeModel
 from tests.harness.adapters import save_adapter
 from tests.harness.workloads import (
+    PLAIN,
     SIZE,
     WINDOW,
     Bench,
@@ -42,20 +43,24 @@ GRAMMARS = (
 )
 
 
+def _each(name: str, num: int, bench: Bench = PLAIN) -> Iterator[LLMEngine]:
+    """Engines, each of which a random workload has left as if it had been undisturbed."""
+    for index in range(num):
+        rng = random.Random(f"{name} {index}")
+        requests = workload(rng, bench)
+        expected = undisturbed(requests, bench)
+        engine = small_engine(rng, bench)
+        assert disturbed(engine, requests, rng, expected) == expected, f"workload {name} {index}"
+        yield engine
+
+
 def test_random_workloads_end_as_if_undisturbed(seed: int, scale: Callable[[int], int]) -> None:
     """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, handovers amid
     answers, preemptions forced at random steps and by lack of blocks, swaps that are
     late, refused or lost."""
     causes: Counter[str] = Counter()
     num_shared = 0
-    for index in range(scale(500)):
-        rng = random.Random(f"{seed} {index}")
-        requests = workload(rng)
-        expected = undisturbed(requests)
-        engine = small_engine(rng)
-        assert disturbed(engine, requests, rng, expected) == expected, (
-            f"workload {index} of seed {seed}"
-        )
+    for engine in _each(f"{seed}", scale(500)):
         causes.update(dict(engine.stats().num_preemptions))
         num_shared += engine.stats().num_local_prefix_tokens
     # It was disturbed: a test that preempts nobody proves nothing.
@@ -73,14 +78,7 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
         grammars=GRAMMARS,
     )
     try:
-        for index in range(scale(100)):
-            rng = random.Random(f"grammars {seed} {index}")
-            requests = workload(rng, bench)
-            expected = undisturbed(requests, bench)
-            engine = small_engine(rng, bench)
-            assert disturbed(engine, requests, rng, expected) == expected, (
-                f"workload {index} of seed {seed}"
-            )
+        assert all(_each(f"grammars {seed}", scale(100), bench))
     finally:
         service.close()
 
@@ -92,24 +90,13 @@ def test_workloads_on_the_bundled_model(
     computed again, in other chunks and beside others, may differ by rounding, and no token may."""
     size = 8
     config = EngineConfig(
-        model="baton-5m",
-        device="cpu",
-        dtype="float32",
-        block_size=size,
-        context_window=WINDOW,
+        model="baton-5m", device="cpu", dtype="float32", block_size=size, context_window=WINDOW,
         num_threads=1,
-    )
+    )  # fmt: skip
     model = load_model(config)
     plain = AutoModelForCausalLM.from_pretrained(resolve("baton-5m", files="all").path)
     engine = LLMEngine(config, model)  # the model keeps them
     for index, name in enumerate(("first", "second")):
         engine.load_adapter(name, save_adapter(tmp_path / name, plain, seed + index))
     bench = Bench(make_model=lambda: model, size=size, adapters=("", "first", "second"))
-    for index in range(scale(60)):
-        rng = random.Random(f"bundled {seed} {index}")
-        requests = workload(rng, bench)
-        expected = undisturbed(requests, bench)
-        engine = small_engine(rng, bench)
-        assert disturbed(engine, requests, rng, expected) == expected, (
-            f"workload {index} of seed {seed}"
-        )
+    assert all(_each(f"bundled {seed}", scale(60), bench))

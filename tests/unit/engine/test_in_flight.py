@@ -18,10 +18,12 @@ from tests.harness.engines import (
     PROMPT,
     SIZE,
     WINDOW,
-    all_steps,
+    all_events,
     fake_model,
+    finish,
     late_engine,
     make,
+    make_request,
     recording_engine,
     tokens_of,
     write_tokens,
@@ -49,9 +51,7 @@ def _end_one(engine: LLMEngine, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["stop", "error", "abort", "finish_sample", "preempt"])
 @pytest.mark.parametrize("has_company", [False, True])
-def test_nobody_gets_a_block_that_is_still_written(
-    how: str, has_company: bool, make_request: Make
-) -> None:
+def test_nobody_gets_a_block_that_is_still_written(how: str, has_company: bool) -> None:
     """A transfer writes into every block that it can get; the launch comes after it, and must not
     hit what it wrote."""
     tokens = fake_model().generate(PROMPT, 8)
@@ -74,14 +74,12 @@ def test_nobody_gets_a_block_that_is_still_written(
     assert engine._in_flight.num_idle_blocks == 1
     write_tokens(engine, block_ids, prompt)
     engine.start("b", num_loaded_tokens=len(prompt))
-    events = [event for output in all_steps(engine) for event in output.events]
-    own = [event for event in events if event.request_id == "b"]
-    assert tokens_of(own) == fake_model().generate(prompt, 2)
+    assert tokens_of(finish(engine)["b"]) == fake_model().generate(prompt, 2)
     assert engine._pool.num_quarantined == 0
 
 
 @pytest.mark.parametrize("what", ["reserve", "refill", "start"])
-def test_who_needs_a_held_block_waits_for_the_launch(what: str, make_request: Make) -> None:
+def test_who_needs_a_held_block_waits_for_the_launch(what: str) -> None:
     """Rather than being refused."""
     engine, _ = late_engine(num_blocks=16, preemption="recompute")
     engine.submit(make_request("a", PROMPT, max_tokens=40))
@@ -109,7 +107,7 @@ def test_who_needs_a_held_block_waits_for_the_launch(what: str, make_request: Ma
     assert engine._in_flight.num_idle_blocks == 0
 
 
-def test_more_than_there_is_is_still_refused(make_request: Make) -> None:
+def test_more_than_there_is_is_still_refused() -> None:
     engine, _ = late_engine(num_blocks=16, preemption="recompute")
     engine.submit(make_request("a", PROMPT, max_tokens=40))
     engine.submit(make_request("b", range(30, 44), max_tokens=40))
@@ -118,11 +116,10 @@ def test_more_than_there_is_is_still_refused(make_request: Make) -> None:
     engine.abort("a")
     with pytest.raises(NoBlocks):
         engine.reserve(make_request("c", range(52), max_tokens=4))
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert tokens_of(events) == fake_model().generate(range(30, 44), 40)[3:]
+    assert tokens_of(all_events(engine)) == fake_model().generate(range(30, 44), 40)[3:]
 
 
-def test_a_block_that_is_read_and_written_is_kept_for_both(make_request: Make) -> None:
+def test_a_block_that_is_read_and_written_is_kept_for_both() -> None:
     """Quarantined by a transfer that reads it, and held for the launch that writes it."""
     engine, _ = late_engine(num_blocks=16)
     engine.submit(make_request("a", PROMPT, max_tokens=20))
@@ -141,7 +138,7 @@ def test_a_block_that_is_read_and_written_is_kept_for_both(make_request: Make) -
 
 
 @pytest.mark.parametrize("takes_prompts", [False, True])
-def test_what_a_launch_enters_is_cleared(takes_prompts: bool, make_request: Make) -> None:
+def test_what_a_launch_enters_is_cleared(takes_prompts: bool) -> None:
     """Of a block that is not full, a plain step may read what it does not use, with weight 0: 0
     times NaN is NaN."""
     engine, model = late_engine(takes_prompts=takes_prompts)
@@ -156,7 +153,7 @@ def test_what_a_launch_enters_is_cleared(takes_prompts: bool, make_request: Make
 
 @pytest.mark.parametrize("reads_unwritten", [True, False])
 def test_nothing_is_cleared_for_a_model_that_reads_only_what_was_written(
-    reads_unwritten: bool, make_request: Make
+    reads_unwritten: bool,
 ) -> None:
     """Each clear is a launch of its own, for every sequence and block."""
     model = AheadModel(fake_model(), is_late=True)
@@ -167,15 +164,14 @@ def test_nothing_is_cleared_for_a_model_that_reads_only_what_was_written(
     engine.submit(make_request("a", PROMPT, max_tokens=20))
     engine.step()
     cleared.clear()  # of the prompt's last block
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert tokens_of(events) == fake_model().generate(PROMPT, 20)[1:]
+    assert tokens_of(all_events(engine)) == fake_model().generate(PROMPT, 20)[1:]
     assert len(cleared) == (5 if reads_unwritten else 0)
 
 
 # -- left over, errors, the end
 
 
-def test_a_launch_that_nobody_waits_for_is_no_work(make_request: Make) -> None:
+def test_a_launch_that_nobody_waits_for_is_no_work() -> None:
     engine, model = late_engine()
     engine.submit(make_request("a", PROMPT, max_tokens=20))
     for _ in range(3):
@@ -185,8 +181,7 @@ def test_a_launch_that_nobody_waits_for_is_no_work(make_request: Make) -> None:
     stats = engine.stats()
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
     engine.submit(make_request("a", PROMPT[3:], max_tokens=9))  # another of the same name
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert tokens_of(events) == fake_model().generate(PROMPT[3:], 9)
+    assert tokens_of(all_events(engine)) == fake_model().generate(PROMPT[3:], 9)
     engine.submit(make_request("b", PROMPT, max_tokens=20))
     for _ in range(3):
         engine.step()
@@ -198,9 +193,7 @@ def test_a_launch_that_nobody_waits_for_is_no_work(make_request: Make) -> None:
     "fields", [{}, {"takes_prompts": True, "max_num_tokens_per_step": 8}], ids=["decodes", "mixed"]
 )
 @pytest.mark.parametrize("call", ["launch 0", "launch 1", "launch 3", "read 0", "read 2"])
-def test_an_exception_leaves_every_request_as_it_was(
-    call: str, fields: dict[str, Any], make_request: Make
-) -> None:
+def test_an_exception_leaves_every_request_as_it_was(call: str, fields: dict[str, Any]) -> None:
     engine, ahead = recording_engine(**fields)
     ahead.fails_at = call
     prompts = {"a": PROMPT, "b": tuple(range(50, 61))}
@@ -231,11 +224,12 @@ def test_an_exception_leaves_every_request_as_it_was(
         assert tokens_of(own) == fake_model().generate(prompt, 10)
 
 
-def test_a_plain_step_that_fails_beside_a_launch(make_request: Make) -> None:
+def test_a_plain_step_that_fails_beside_a_launch() -> None:
     """What is in flight stays so, and is told later."""
     engine, model = late_engine(takes_prompts=False)
     engine.submit(make_request("a", PROMPT, max_tokens=12))
-    events = [event for _ in range(3) for event in engine.step().events]
+    for _ in range(3):
+        engine.step()
     engine.abort("a")
     engine.submit(make_request("b", PROMPT[2:], max_tokens=12))
     plain_forward = model.forward
@@ -248,12 +242,11 @@ def test_a_plain_step_that_fails_beside_a_launch(make_request: Make) -> None:
     with pytest.raises(RuntimeError):
         engine.step()
     engine.check_integrity()
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert tokens_of(events) == fake_model().generate(PROMPT[2:], 12)
+    assert tokens_of(all_events(engine)) == fake_model().generate(PROMPT[2:], 12)
 
 
 @pytest.mark.parametrize("is_decoding", [False, True])
-def test_a_launch_left_over_that_fails(is_decoding: bool, make_request: Make) -> None:
+def test_a_launch_left_over_that_fails(is_decoding: bool) -> None:
     """It is read beside a step of others, none of whose tokens may be lost."""
     engine, ahead = recording_engine()
     engine.submit(make_request("a", PROMPT, max_tokens=12))
@@ -271,38 +264,43 @@ def test_a_launch_left_over_that_fails(is_decoding: bool, make_request: Make) ->
     ahead.fails_at = ""
     engine.check_integrity()
     assert engine.stats().num_quarantined_blocks == engine._pool.num_quarantined == 0
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert tokens_of(events) == fake_model().generate(prompt, 12)
+    assert tokens_of(all_events(engine)) == fake_model().generate(prompt, 12)
 
 
-def test_what_is_in_flight_is_counted(make_request: Make) -> None:
+def _swap(ids: list[int], first: int, second: int) -> None:
+    ids[first], ids[second] = ids[second], ids[first]
+
+
+@pytest.mark.parametrize("is_chunk", [False, True])
+def test_what_is_in_flight_is_counted(is_chunk: bool) -> None:
     """Books that do not fit the launch are found."""
-    engine, _ = late_engine()
-    engine.submit(make_request("a", PROMPT, max_tokens=12))
-    for _ in range(3):
+    engine, _ = late_engine(max_num_tokens_per_step=10 if is_chunk else 512)
+    engine.submit(make_request("a", range(1, 25) if is_chunk else PROMPT, max_tokens=12))
+    for _ in range(1 if is_chunk else 3):
         engine.step()
     engine.check_integrity()
     sequence = engine._groups["a"].prompt
-    sequence.num_computed_tokens -= 1
+    at = sequence.num_computed_tokens
+    if is_chunk:
+        cut = sequence.token_ids[20:]
+        del sequence.token_ids[20:]
+    else:
+        sequence.num_computed_tokens -= 1
     with pytest.raises(IntegrityError, match="in flight"):
         engine.check_integrity()
-    sequence.num_computed_tokens += 1
-    group = sequence.group
-    group.adapter_slot += 1
-    with pytest.raises(IntegrityError, match="adapter slot 0"):
-        engine.check_integrity()
-    group.adapter_slot -= 1
-    index = sequence.num_computed_tokens // SIZE
-    sequence.block_ids[index], sequence.block_ids[-1] = (
-        sequence.block_ids[-1],
-        sequence.block_ids[index],
-    )
-    with pytest.raises(IntegrityError, match="lost"):
-        engine.check_integrity()
-    sequence.block_ids[index], sequence.block_ids[-1] = (
-        sequence.block_ids[-1],
-        sequence.block_ids[index],
-    )
+    if is_chunk:
+        sequence.token_ids += cut
+    sequence.num_computed_tokens = at
+    if not is_chunk:
+        sequence.group.adapter_slot += 1
+        with pytest.raises(IntegrityError, match="adapter slot 0"):
+            engine.check_integrity()
+        sequence.group.adapter_slot -= 1
+    for index in (2, 4) if is_chunk else (at // SIZE,):
+        _swap(sequence.block_ids, index, -1)
+        with pytest.raises(IntegrityError, match="lost"):
+            engine.check_integrity()
+        _swap(sequence.block_ids, index, -1)
     engine.abort("a")
     engine.check_integrity()
     engine._pool.unhold([next(iter(engine._in_flight._held()))])
@@ -310,7 +308,7 @@ def test_what_is_in_flight_is_counted(make_request: Make) -> None:
         engine.check_integrity()
 
 
-def test_a_copy_between_two_launches_is_behind_both(make_request: Make) -> None:
+def test_a_copy_between_two_launches_is_behind_both() -> None:
     """The block that is copied from may be another's from here on: whoever writes into it must
     wait for the copy, which no draw has waited for."""
     engine, _ = recording_engine(num_blocks=32)
@@ -341,7 +339,7 @@ def test_a_copy_between_two_launches_is_behind_both(make_request: Make) -> None:
 
 @pytest.mark.parametrize("takes_prompts", [False, True])
 def test_the_device_is_behind_where_the_last_it_got_is_waited_for_by_nobody(
-    takes_prompts: bool, make_request: Make, seed: int, scale: Callable[[int], int]
+    takes_prompts: bool, seed: int, scale: Callable[[int], int]
 ) -> None:
     """40 workloads that come at different times, on hardly enough blocks. Nothing goes to the
     device behind the last launch, and nothing for one that is not made; copies are told."""

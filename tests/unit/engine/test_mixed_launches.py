@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.engine import LLMEngine
-from engine.errors import IntegrityError, WrongState
+from engine.errors import WrongState
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.outputs import RequestOutput
 from engine.request import Request, Sampling
@@ -20,11 +20,15 @@ from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import (
     PROMPT,
     SIZE,
+    all_events,
     all_steps,
+    arriving,
     fake_model,
+    finish,
     hasher,
     late_engine,
     make,
+    make_request,
     recording_engine,
     tokens_of,
     without_ids,
@@ -37,16 +41,14 @@ Make = Callable[..., Any]
 # -- order
 
 
-def test_a_step_with_prompts_is_launched_before_the_one_before_it_is_read(
-    make_request: Make,
-) -> None:
+def test_a_step_with_prompts_is_launched_before_the_one_before_it_is_read() -> None:
     """A prompt in chunks of eight, and one that comes beside its second token."""
     engine, ahead = recording_engine(takes_prompts=True, max_num_tokens_per_step=8)
     engine.submit(make_request("a", PROMPT, max_tokens=6))
     other = tuple(range(40, 50))
     events = list(engine.step().events) + list(engine.step().events)
     engine.submit(make_request("b", other, max_tokens=2))
-    events += [event for output in all_steps(engine) for event in output.events]
+    events += all_events(engine)
     for name, prompt, num in (("a", PROMPT, 6), ("b", other, 2)):
         own = [event for event in events if event.request_id == name]
         assert tokens_of(own) == fake_model().generate(prompt, num)
@@ -139,21 +141,15 @@ def test_every_step_tells_what_a_plain_one_does(
 
 
 def _told(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
-    """Begun at random steps. What each sample's events told together."""
-    tokens: dict[Any, list[int]] = {}
-    filled: dict[Any, list[Any]] = {}
-    ends: dict[Any, Any] = {}
-    left = list(requests)
-    while left or engine.has_work():
-        while left and (rng.random() < 0.3 or not engine.has_work()):
-            engine.submit(left.pop(0))
-        for event in without_ids(engine.step().events):
-            key = (event.request_id, event.sample_index)
-            tokens.setdefault(key, []).extend(event.token_ids)
-            filled.setdefault(key, []).extend(event.filled)
-            ends[key] = (event.finish_reason, event.stop_token_id, event.num_computed_tokens)
-        engine.check_integrity()
-    return {key: (own, filled[key], ends[key]) for key, own in tokens.items()}
+    """What each sample's events told together."""
+    return {
+        key: (
+            tokens_of(events),
+            [block for event in events for block in event.filled],
+            [(e.finish_reason, e.stop_token_id, e.num_computed_tokens) for e in events[-1:]],
+        )
+        for key, events in arriving(engine, requests, rng).items()
+    }
 
 
 def test_each_samples_events_are_those_of_plain_steps(
@@ -173,7 +169,7 @@ def test_each_samples_events_are_those_of_plain_steps(
     assert num_mixed > 0
 
 
-def test_a_row_has_the_blocks_of_its_step_alone(make_request: Make) -> None:
+def test_a_row_has_the_blocks_of_its_step_alone() -> None:
     """A prompt has all of its own from the beginning; others are of a step's table for nothing."""
     engine, ahead = recording_engine(takes_prompts=True, max_num_tokens_per_step=8)
     engine.submit(make_request("a", range(1, 31), max_tokens=6))
@@ -186,7 +182,7 @@ def test_a_row_has_the_blocks_of_its_step_alone(make_request: Make) -> None:
     assert all(len(row.block_ids) == -(-(row.position + row.num_tokens) // SIZE) for row in mixed)
 
 
-def test_no_draw_is_made_for_a_step_that_is_plain(make_request: Make) -> None:
+def test_no_draw_is_made_for_a_step_that_is_plain() -> None:
     """One of many that cannot be launched is found before."""
     asked: list[Any] = []
 
@@ -303,7 +299,7 @@ def test_no_interruption_changes_a_token(seed: int, scale: Callable[[int], int])
     assert num_mixed > 0
 
 
-def test_who_comes_next_waits_for_blocks_that_are_being_filled(make_request: Make) -> None:
+def test_who_comes_next_waits_for_blocks_that_are_being_filled() -> None:
     """Two prompts that begin alike, the first of which fills a step: the other one shares what that
     step computes, as if nothing were launched ahead."""
     stem = tuple(range(1, 17))
@@ -319,7 +315,7 @@ def test_who_comes_next_waits_for_blocks_that_are_being_filled(make_request: Mak
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt", "hold"])
-def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str, make_request: Make) -> None:
+def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str) -> None:
     """Another's tokens are written into every block that there is; the launch comes after that."""
     engine, _ = late_engine(num_blocks=16, preemption="recompute", max_num_tokens_per_step=10)
     engine.submit(make_request("a", range(1, 25), max_tokens=4))
@@ -340,13 +336,11 @@ def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str, make_requ
     block_ids = engine.reserve(make_request("b", prompt, max_tokens=2)).block_ids
     write_tokens(engine, block_ids, prompt)
     engine.start("b", num_loaded_tokens=len(prompt))
-    events = [event for output in all_steps(engine) for event in output.events]
-    own = [event for event in events if event.request_id == "b"]
-    assert tokens_of(own) == fake_model().generate(prompt, 2)
+    assert tokens_of(finish(engine)["b"]) == fake_model().generate(prompt, 2)
     assert engine._pool.num_quarantined == 0
 
 
-def test_nobody_loses_blocks_for_a_step_that_is_planned_ahead(make_request: Make) -> None:
+def test_nobody_loses_blocks_for_a_step_that_is_planned_ahead() -> None:
     """Where they do not suffice, the step in flight is told first."""
     engine, _ = recording_engine(
         takes_prompts=True, num_blocks=16, preemption="recompute", max_num_tokens_per_step=20
@@ -373,7 +367,7 @@ def test_nobody_loses_blocks_for_a_step_that_is_planned_ahead(make_request: Make
 # -- errors
 
 
-def test_a_hasher_that_fails_leaves_nothing_in_flight(make_request: Make) -> None:
+def test_a_hasher_that_fails_leaves_nothing_in_flight() -> None:
     """It is asked while a step is waited for."""
     engine, _ = late_engine(max_num_tokens_per_step=8)
     block_hash, is_failing = hasher(), [False]
@@ -393,71 +387,13 @@ def test_a_hasher_that_fails_leaves_nothing_in_flight(make_request: Make) -> Non
     assert not engine._in_flight.is_live
     engine.check_integrity()
     is_failing[0] = False
-    events += [event for output in all_steps(engine) for event in output.events]
+    events += all_events(engine)
     assert tokens_of(events) == fake_model().generate(range(1, 25), 4)
-
-
-def test_what_is_in_flight_is_counted(make_request: Make) -> None:
-    """Books that do not fit a chunk are found."""
-    engine, _ = late_engine(max_num_tokens_per_step=10)
-    engine.submit(make_request("a", range(1, 25), max_tokens=4))
-    engine.step()
-    engine.check_integrity()
-    sequence = engine._groups["a"].prompt
-    cut = sequence.token_ids[20:]
-    del sequence.token_ids[20:]
-    with pytest.raises(IntegrityError, match="in flight at 10"):
-        engine.check_integrity()
-    sequence.token_ids += cut
-    ids = sequence.block_ids
-    for first, second in ((2, 5), (4, 5)):
-        ids[first], ids[second] = ids[second], ids[first]
-        with pytest.raises(IntegrityError, match="lost"):
-            engine.check_integrity()
-        ids[first], ids[second] = ids[second], ids[first]
-    engine.check_integrity()
-    engine.abort("a")
-    engine.check_integrity()
-    engine._pool.unhold([next(iter(engine._in_flight._held()))])
-    with pytest.raises(IntegrityError, match="not held"):
-        engine.check_integrity()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"repetition_penalty": 1.3},
-        {"hold_after": 20},
-        {"num_samples": 2},
-        {"overlap": False},
-        {"overlap_prompts": False},
-        {"takes": lambda draw: False},
-        {"takes_prompts": False},
-        {"max_rows": 1},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_what_only_a_plain_step_can(fields: dict[str, Any]) -> None:
-    """The whole step is plain then, beside whoever else is in it."""
-    names = ("takes", "max_rows", "takes_prompts")
-    options = {name: fields.pop(name) for name in names if name in fields}
-    settings = ("overlap", "overlap_prompts")
-    config = {name: fields.pop(name) for name in settings if name in fields}
-    whole = {name: fields.pop(name) for name in ("hold_after", "num_samples") if name in fields}
-    model = AheadModel(fake_model(), **options)
-    engine = make(model, **config)
-    sampling = {"max_tokens": 20, "ignore_eos": True}
-    engine.submit(Request("a", PROMPT, Sampling(**sampling | fields), hasher(), **whole))
-    engine.submit(Request("b", PROMPT, Sampling(**sampling), hasher()))
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert model.launches.num_mixed == 0
-    own = [one for one in events if one.request_id == "b"]
-    assert tokens_of(own) == fake_model().generate(PROMPT, 20)
 
 
 @pytest.mark.parametrize("overlap_prompts", [False, True])
 def test_where_prompts_are_not_launched_nobody_is_let_in_by_what_is_in_flight(
-    overlap_prompts: bool, make_request: Make, monkeypatch: pytest.MonkeyPatch
+    overlap_prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever comes waits for a plain step there, and the step in flight is read before that."""
     looked: list[int] = []

@@ -17,10 +17,14 @@ from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import (
     PROMPT,
     WINDOW,
+    all_events,
     all_steps,
+    arriving,
     fake_model,
+    finish,
     hasher,
     make,
+    make_request,
     recording_engine,
     tokens_of,
     without_ids,
@@ -94,9 +98,7 @@ def test_every_step_tells_what_a_plain_one_does(
 
 
 @pytest.mark.parametrize("overlap_prompts", [False, True])
-def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(
-    overlap_prompts: bool, make_request: Make
-) -> None:
+def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(overlap_prompts: bool) -> None:
     """One of two ends by its length, which is known before: nothing is launched without the one
     that waits."""
     told = []
@@ -108,20 +110,6 @@ def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(
     assert told[0] == told[1]
 
 
-def _arriving(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
-    """Begun at random steps; some are aborted. What each sample's events told, in order."""
-    told: dict[Any, list[Any]] = {}
-    left = list(requests)
-    while left or engine.has_work():
-        while left and (rng.random() < 0.3 or not engine.has_work()):
-            engine.submit(left.pop(0))
-        for event in engine.step().events:
-            key = (event.request_id, event.sample_index)
-            told.setdefault(key, []).extend(without_ids([event]))
-        engine.check_integrity()
-    return told
-
-
 def test_each_samples_events_are_those_of_plain_steps(
     seed: int, scale: Callable[[int], int]
 ) -> None:
@@ -131,7 +119,7 @@ def test_each_samples_events_are_those_of_plain_steps(
         rng = random.Random(f"arriving {seed} {index}")
         requests = _requests(rng, 5)
         told = [
-            _arriving(
+            arriving(
                 make(model, num_blocks=200, overlap_prompts=index % 2 == 0),
                 requests,
                 random.Random(index),
@@ -151,7 +139,7 @@ def _merged(events: Sequence[RequestOutput]) -> list[Any]:
 # -- order
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_read(make_request: Make) -> None:
+def test_a_step_is_launched_before_the_one_before_it_is_read() -> None:
     engine, ahead = recording_engine()
     engine.submit(make_request("a", PROMPT, max_tokens=6))
     engine.step()
@@ -165,7 +153,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(make_request: Make)
     assert len({id(rows[0].block_ids) for rows in ahead.launched}) == 1  # nothing to send
 
 
-def test_no_row_goes_beyond_the_length(make_request: Make) -> None:
+def test_no_row_goes_beyond_the_length() -> None:
     """The longest ends where the context window does."""
     engine, ahead = recording_engine(max_num_tokens_per_step=64)
     for index, num in enumerate((2, 5, 64)):
@@ -177,7 +165,7 @@ def test_no_row_goes_beyond_the_length(make_request: Make) -> None:
     assert engine._in_flight.num_left_over == 0
 
 
-def test_who_has_its_cache_joins_a_launch(make_request: Make) -> None:
+def test_who_has_its_cache_joins_a_launch() -> None:
     """A decode worker's arrivals cost no plain step."""
     engine, ahead = recording_engine()
     forwards: list[int] = []
@@ -193,7 +181,7 @@ def test_who_has_its_cache_joins_a_launch(make_request: Make) -> None:
         write_tokens(engine, block_ids, prompt)
         first = fake_model().next_token(prompt)
         engine.start(name, num_loaded_tokens=10, outputs=[[first]] if index else [])
-    events += [event for output in all_steps(engine) for event in output.events]
+    events += all_events(engine)
     assert len(forwards) == 1
     of = {name: tokens_of([one for one in events if one.request_id == name]) for name in "abc"}
     assert of["a"] == fake_model().generate(PROMPT, 20)
@@ -203,31 +191,34 @@ def test_who_has_its_cache_joins_a_launch(make_request: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("what", "decodes_too"),
     [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram": 2},
-        {"hold_after": 20},
-        {"beam": Beam(2)},
-        {"overlap": False},
-        {"stop_policy": lambda view: False},
-        {"takes": lambda draw: False},
-        {"max_rows": 1},
+        ({"repetition_penalty": 1.3}, True),
+        ({"no_repeat_ngram": 2}, True),
+        ({"hold_after": 20}, True),
+        ({"beam": Beam(2)}, True),
+        ({"overlap": False}, True),
+        ({"stop_policy": lambda view: False}, True),
+        ({"takes": lambda draw: False}, True),
+        ({"max_rows": 1}, True),
+        ({"num_samples": 2}, False),
+        ({"overlap_prompts": False}, False),
+        ({"takes_prompts": False}, False),
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda what: next(iter(what)) if isinstance(what, dict) else "",
 )
-def test_what_only_a_plain_step_can(fields: dict[str, Any]) -> None:
-    """The whole step is plain then, beside whoever else is in it."""
-    options = {name: fields.pop(name) for name in ("takes", "max_rows") if name in fields}
-    config = {name: fields.pop(name) for name in ("overlap",) if name in fields}
-    model = AheadModel(fake_model(), **options)
-    policy = fields.pop("stop_policy", None)
-    engine = LLMEngine(EngineConfig(num_blocks=64, **config), model, stop_policy=policy)
-    whole = {name: fields.pop(name) for name in ("hold_after", "beam") if name in fields}
-    sampling = {"max_tokens": 20, "ignore_eos": True}
-    engine.submit(Request("a", PROMPT, Sampling(**sampling | fields), hasher(), **whole))
-    engine.submit(Request("b", PROMPT, Sampling(**sampling), hasher()))
-    events = [event for output in all_steps(engine) for event in output.events]
-    assert model.launches.num_launches == 0
-    own = [one for one in events if one.request_id == "b"]
-    assert tokens_of(own) == fake_model().generate(PROMPT, 20)
+def test_what_only_a_plain_step_can(what: dict[str, Any], decodes_too: bool) -> None:
+    """The whole step is plain then, beside whatever else is in it: each, or each with a prompt."""
+
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: what[name] for name in names if name in what}
+
+    model = AheadModel(fake_model(), **taken("takes", "max_rows", "takes_prompts"))
+    config = {"num_blocks": 64, "overlap_prompts": True} | taken("overlap", "overlap_prompts")
+    engine = LLMEngine(EngineConfig(**config), model, **taken("stop_policy"))
+    names = ("repetition_penalty", "no_repeat_ngram", "hold_after", "beam", "num_samples")
+    engine.submit(make_request("a", PROMPT, max_tokens=20, **taken(*names)))
+    engine.submit(make_request("b", PROMPT, max_tokens=20))
+    assert tokens_of(finish(engine)["b"]) == fake_model().generate(PROMPT, 20)
+    assert model.launches.num_mixed == 0
+    assert not (decodes_too and model.launches.num_launches)

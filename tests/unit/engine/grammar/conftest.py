@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,13 +35,17 @@ def grammars(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Iterator[Grammars]
 
 
 @pytest.fixture(scope="package")
-def make_grammars(tokenizer: Tokenizer) -> Iterator[Callable[..., Grammars]]:
-    """`make_grammars(vocabulary, tokenizer, <limits>)`."""
+def make_grammars(
+    tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> Iterator[Callable[..., Grammars]]:
+    """`make_grammars(vocabulary=None, tokenizer=None, <limits>)`: by default the bundled ones'."""
     made: list[Grammars] = []
 
-    def make(vocabulary: Vocabulary, own: Tokenizer | None = None, **limits: float) -> Grammars:
-        checked = GrammarLimits(**limits)  # type: ignore[arg-type]
-        made.append(Grammars(GrammarTokenizer.of(vocabulary, own or tokenizer), checked))
+    def make(
+        own: Vocabulary | None = None, cut: Tokenizer | None = None, **limits: Any
+    ) -> Grammars:
+        known = GrammarTokenizer.of(own or vocabulary, cut or tokenizer)
+        made.append(Grammars(known, GrammarLimits(**limits)))
         return made[-1]
 
     yield make

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.request import GrammarKind, GrammarSpec
 BUNDLED = Path(__file__).resolve().parents[4] / "checkpoints" / "bundled" / "baton-5m"
 VOCAB_SIZE = 2048
 END = 1
+MakeGrammars = Callable[..., "Grammars"]
 
 
 class Grammars:
@@ -152,23 +153,7 @@ def random_regex(rng: random.Random, level: int = 0) -> str:
     """A pattern of the subset that is taken, short enough to come to an end."""
     kind = rng.choice(("literal", "class", "sequence", "sequence", "choice", "repeat", "group"))
     if level > 3 or kind == "literal":
-        literals = (
-            "a",
-            "Z",
-            "7",
-            " ",
-            "foo",
-            "\\.",
-            "\\\\",
-            '"',
-            "é",
-            "日本",
-            "\\n",
-            "-",
-            "\\$",
-            "/",
-        )
-        return rng.choice(literals)
+        return rng.choice(("foo", "\\.", "\\\\", "日本", "\\n", "\\$", *'aZ7 "é-/'))
     if kind == "class":
         classes = ("[a-z]", "[^a-z]", "\\d", "\\w", "\\s", ".", "[0-9a-fA-F]", "[^\\d\\s]", "\\D")
         return rng.choice((*classes, "[é-ü]", "[\\]\\[^-]", "[-+*/]", "[\\W]", "\\x41", "\\u0061"))
@@ -187,22 +172,11 @@ def random_regex(rng: random.Random, level: int = 0) -> str:
 
 def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
     """A schema of the subset that is taken."""
-    simple = (
-        "string",
-        "pattern",
-        "format",
-        "integer",
-        "number",
-        "boolean",
-        "null",
-        "enum",
-        "const",
-    )
-    nested = ("array", "tuple", "object", "object", "map", "anyOf", "oneOf", "types")
+    simple = "string pattern format integer number boolean null enum const".split()
+    nested = "array tuple object object map anyOf oneOf types".split()
     kind = rng.choice(simple if level > 2 else (*simple, *nested, *nested))
-    inner = (
-        [random_schema(rng, level + 1) for _ in range(rng.randint(1, 3))] if kind in nested else []
-    )
+    num_inner = rng.randint(1, 3) if kind in nested else 0
+    inner = [random_schema(rng, level + 1) for _ in range(num_inner)]
     if kind == "string":
         low = rng.randint(0, 4)
         return rng.choice(
@@ -245,12 +219,8 @@ def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
         return {"const": rng.choice(["fixed", 12, {"a": [1, None], "b": "\t/"}])}
     if kind == "array":
         low = rng.randint(0, 2)
-        return {
-            "type": "array",
-            "items": inner[0],
-            "minItems": low,
-            "maxItems": low + rng.randint(0, 2),
-        }
+        high = low + rng.randint(0, 2)
+        return {"type": "array", "items": inner[0], "minItems": low, "maxItems": high}
     if kind == "tuple":
         return {"type": "array", "prefixItems": inner, "items": rng.choice((False, inner[0]))}
     if kind == "object":
@@ -275,109 +245,7 @@ def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
-# -- a checker of the generated subset, from the JSON Schema specification
-
-
-def is_valid(schema: Any, value: Any, root: Any) -> bool:
-    """Whether `value` is valid under `schema`."""
-    if schema is True or schema is False:
-        return bool(schema)
-    if "$ref" in schema:
-        target = root
-        for part in schema["$ref"].split("/")[1:]:
-            target = target[part]
-        return is_valid(target, value, root)
-    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
-        return False
-    if "const" in schema and not _same(value, schema["const"]):
-        return False
-    if "anyOf" in schema and not any(is_valid(one, value, root) for one in schema["anyOf"]):
-        return False
-    if "oneOf" in schema and sum(is_valid(one, value, root) for one in schema["oneOf"]) != 1:
-        return False
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
-    if types and not any(_is_of(value, name) for name in types):
-        return False
-    if isinstance(value, str):
-        return _valid_string(schema, value)
-    if isinstance(value, list):
-        return _valid_array(schema, value, root)
-    if isinstance(value, dict):
-        return _valid_object(schema, value, root)
-    return isinstance(value, bool) or value is None or _valid_number(schema, value)
-
-
-def _same(left: Any, right: Any) -> bool:
-    return (type(left) is type(right) and left == right) or (
-        {type(left), type(right)} == {int, float} and left == right
-    )
-
-
-def _is_of(value: Any, name: str) -> bool:
-    if name in ("integer", "number") and isinstance(value, bool):
-        return False
-    if name == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    kinds: dict[str, Any] = {
-        "string": str,
-        "number": (int, float),
-        "boolean": bool,
-        "null": type(None),
-        "array": list,
-        "object": dict,
-    }
-    return isinstance(value, kinds[name])
-
-
-def _valid_string(schema: Any, value: str) -> bool:
-    formats = {
-        "date": r"\d{4}-\d\d-\d\d",
-        "time": r"\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)",
-        "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-        "ipv4": r"(\d{1,3}\.){3}\d{1,3}",
-        "uri": "[A-Za-z][A-Za-z0-9+.-]*:.*",
-    }
-    pattern = schema.get("pattern")
-    return (
-        schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf)
-        and (pattern is None or _finds(pattern, value))
-        and ("format" not in schema or re.fullmatch(formats[schema["format"]], value) is not None)
-    )
-
-
-def _finds(pattern: str, value: str) -> bool:
-    """As ECMA 262 has it: \\d and \\w are ASCII, \\s is not."""
-    return any(re.search(pattern, value, flags) for flags in (re.ASCII, re.UNICODE))
-
-
-def _valid_number(schema: Any, value: float) -> bool:
-    return (
-        value >= schema.get("minimum", -math.inf)
-        and value <= schema.get("maximum", math.inf)
-        and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
-        and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
-        and ("multipleOf" not in schema or value % schema["multipleOf"] == 0)
-    )
-
-
-def _valid_array(schema: Any, value: list[Any], root: Any) -> bool:
-    prefix = schema.get("prefixItems", [])
-    rest = schema.get("items", True)
-    schemas = [*prefix, *[rest] * max(0, len(value) - len(prefix))]
-    return schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf) and all(
-        is_valid(one, item, root) for one, item in zip(schemas, value, strict=False)
-    )
-
-
-def _valid_object(schema: Any, value: dict[str, Any], root: Any) -> bool:
-    properties = schema.get("properties", {})
-    others = schema.get("additionalProperties", True)
-    return (
-        schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", math.inf)
-        and all(name in value for name in schema.get("required", ()))
-        and all(is_valid(properties.get(k, others), item, root) for k, item in value.items())
-    )
+# -- specs
 
 
 def schema_spec(schema: Any) -> GrammarSpec:
@@ -394,3 +262,49 @@ def ebnf_spec(text: str) -> GrammarSpec:
 
 def choice_spec(*choices: str) -> GrammarSpec:
     return GrammarSpec(GrammarKind.CHOICE, choices=choices)
+
+
+# -- outputs against their schema, by jsonschema
+
+
+def check_output(schema: Any, text: str) -> None:
+    """With OpenAPI's `nullable`, which JSON Schema does not know."""
+    import jsonschema  # takes a second, which only a process that runs this has to spend
+
+    written = _with_null(_read(json.dumps(schema)))
+    made = jsonschema.validators.validator_for(written, jsonschema.Draft202012Validator)
+    own = jsonschema.validators.extend(made, {"pattern": _pattern})
+    problem = next(own(written, format_checker=made.FORMAT_CHECKER).iter_errors(_read(text)), None)
+    assert problem is None, (schema, text, problem)
+
+
+def _pattern(_: Any, pattern: str, instance: Any, __: Any) -> Iterator[Any]:
+    """As ECMA 262 has it: \\d and \\w are ASCII, \\s is not."""
+    import jsonschema
+
+    if isinstance(instance, str) and not any(
+        re.search(pattern, instance, flags) for flags in (re.ASCII, re.UNICODE)
+    ):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _with_null(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_null(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _with_null(value) for key, value in schema.items()}
+    if inner.get("nullable") is True:
+        del inner["nullable"]
+        return {"anyOf": [inner, {"type": "null"}]}
+    return inner
+
+
+def _read(text: str) -> Any:
+    """JSON, with decimals for floats, so that multiples of 0.01 are."""
+    return json.loads(text, parse_float=_decimal)
+
+
+def _decimal(text: str) -> Decimal | float:
+    exponent = re.search(r"[eE][+-]?(\d+)$", text)
+    return float(text) if exponent and len(exponent.group(1)) > 2 else Decimal(text)

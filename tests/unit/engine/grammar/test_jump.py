@@ -17,6 +17,7 @@ from engine.grammar.vocabulary import GrammarTokenizer, TextTokenizer, Vocabular
 from tests.unit.engine.grammar.driver import (
     END,
     Grammars,
+    MakeGrammars,
     choice_spec,
     ebnf_spec,
     random_regex,
@@ -104,10 +105,8 @@ def test_with_jumps_an_output_is_that_of_drawing_each_token(
     assert num_forced > 0
 
 
-def test_forced_tokens_are_bounded(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary, max_num_forced_tokens=7)
+def test_forced_tokens_are_bounded(make_grammars: MakeGrammars) -> None:
+    grammars = make_grammars(max_num_forced_tokens=7)
     state = grammars.state(regex_spec("x(ya){900}"))
     assert len(state.forced()) == 7
 
@@ -163,10 +162,8 @@ def test_nothing_is_cut_anew_where_there_is_a_choice(grammars: Grammars) -> None
 
 
 @pytest.mark.parametrize("character", ["b", "é", "日"])
-def test_a_long_cut_is_bounded(
-    character: str, make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary, max_num_forced_tokens=5)
+def test_a_long_cut_is_bounded(character: str, make_grammars: MakeGrammars) -> None:
+    grammars = make_grammars(max_num_forced_tokens=5)
     text = "x" + character * 9000
     cut = grammars.state(choice_spec(text)).retokenized(token(grammars, "x"))
     assert len(cut) == 5
@@ -234,13 +231,12 @@ def test_cutting_gives_the_text_back(
 
 
 def test_a_tokenizer_that_fails_costs_its_cut_only(
-    vocabulary: Vocabulary,
     tokenizer: Tokenizer,
-    make_grammars: Callable[..., Grammars],
+    make_grammars: MakeGrammars,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    grammars = make_grammars(vocabulary)
+    grammars = make_grammars()
     state = grammars.state(OBJECT)
 
     def fail(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -256,9 +252,7 @@ def test_a_tokenizer_that_fails_costs_its_cut_only(
     ]
 
 
-def test_a_text_that_only_bytes_spell(
-    bytes_only: Path, make_grammars: Callable[..., Grammars]
-) -> None:
+def test_a_text_that_only_bytes_spell(bytes_only: Path, make_grammars: MakeGrammars) -> None:
     loaded = GrammarTokenizer.load(bytes_only, 257)
     grammars = make_grammars(loaded.vocabulary, Tokenizer.load(bytes_only))
     state = grammars.state(choice_spec("日本"), frozenset({256}))

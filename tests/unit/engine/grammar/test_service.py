@@ -45,6 +45,7 @@ from tests.unit.engine.grammar.driver import (
 from tokens.tokenizer import Tokenizer
 
 WAIT_S = 100.0
+MakeService = Callable[..., GrammarService]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def make_service(
 
 
 @pytest.fixture
-def service(make_service: Callable[..., GrammarService]) -> GrammarService:
+def service(make_service: MakeService) -> GrammarService:
     return make_service()
 
 
@@ -82,6 +83,10 @@ def compiled(service: GrammarService, spec: GrammarSpec) -> Compilation:
     assert compilation.wait(WAIT_S)
     service.check_integrity()
     return compilation
+
+
+def from_checkpoint(**limits: Any) -> GrammarService:
+    return GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits(**limits))
 
 
 def test_each_kind_compiles_to_what_it_compiles_to_here(
@@ -159,7 +164,7 @@ def test_a_character_that_no_token_spells_is_an_error(
 
 
 def test_bombs_end_by_their_own_limits_while_others_go_on(
-    make_service: Callable[..., GrammarService], process: SharedProcess
+    make_service: MakeService, process: SharedProcess
 ) -> None:
     """As many bombs as may compile at one time, asked for before the others."""
     service = make_service(compile_timeout_s=2.0)
@@ -179,16 +184,14 @@ def test_bombs_end_by_their_own_limits_while_others_go_on(
 BOMB = "(((a{9,}){9,}){9,}){9,}"
 
 
-def test_a_bomb_of_memory_ends_by_its_own_limit(
-    make_service: Callable[..., GrammarService],
-) -> None:
+def test_a_bomb_of_memory_ends_by_its_own_limit(make_service: MakeService) -> None:
     error = compiled(make_service(compile_bytes=1), regex_spec(BOMB)).error
     assert isinstance(error, GrammarTooCostly)
     assert "memory" in str(error)
 
 
 def test_what_no_request_waits_for_is_ended(
-    make_service: Callable[..., GrammarService], process: SharedProcess
+    make_service: MakeService, process: SharedProcess
 ) -> None:
     service = make_service(max_num_compiling=1)
     assert compiled(service, choice_spec("warm")).error is None
@@ -214,14 +217,17 @@ def test_what_no_request_waits_for_is_ended(
 def test_a_process_that_was_killed_is_started_anew(
     service: GrammarService, process: SharedProcess
 ) -> None:
+    """Its group is killed before it is reaped: until then its id is nobody else's."""
     assert compiled(service, choice_spec("a")).error is None
-    num_starts = process.num_starts
-    assert process.process_id is not None
-    os.kill(process.process_id, signal.SIGKILL)
+    num_starts, leader = process.num_starts, process._process
+    assert leader is not None and leader.pid == process.process_id
+    os.kill(leader.pid, signal.SIGKILL)
     while process.is_alive:  # ends: the test has a time limit
         os.sched_yield()
+    assert leader.returncode is None, "not reaped by looking"
     assert compiled(service, choice_spec("b")).error is None
     assert process.num_starts == num_starts + 1
+    assert leader.returncode == -signal.SIGKILL
 
 
 class Held:
@@ -247,7 +253,7 @@ class Held:
 
 def test_one_spec_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits())
+    service = from_checkpoint()
     both = [service.submit(choice_spec("a")) for _ in range(2)]
     assert both[0] is both[1]
     assert not both[0].is_done
@@ -268,8 +274,7 @@ def test_what_broke_or_was_used_often_is_compiled_anew(
 ) -> None:
     held = Held(monkeypatch)
     held.let_go.set()
-    limits = GrammarLimits(max_num_uses=3)
-    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+    service = from_checkpoint(max_num_uses=3)
     first = compiled(service, choice_spec("a"))
     assert first.grammar is not None
     assert service.submit(choice_spec("a")) is first
@@ -281,8 +286,7 @@ def test_what_broke_or_was_used_often_is_compiled_anew(
 
 def test_too_many_that_wait_are_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    limits = GrammarLimits(max_num_waiting=3)
-    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+    service = from_checkpoint(max_num_waiting=3)
     waiting = [service.submit(choice_spec(str(number))) for number in range(3)]
     with pytest.raises(GrammarBusy, match="3 grammars wait"):
         service.submit(choice_spec("one more"))
@@ -297,9 +301,7 @@ def test_too_many_that_wait_are_refused_for_now(monkeypatch: pytest.MonkeyPatch)
 def test_senders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later waits for one of each other sender's, not for all of them."""
     held = Held(monkeypatch)
-    service = GrammarService.from_checkpoint(
-        BUNDLED, VOCAB_SIZE, GrammarLimits(max_num_compiling=1)
-    )
+    service = from_checkpoint(max_num_compiling=1)
     many = [service.submit(choice_spec(f"a{number}"), b"a") for number in range(5)]
     assert held.is_in.wait(30)
     few = [service.submit(choice_spec(text), text[:1].encode()) for text in ("b0", "c0", "b1")]
@@ -312,8 +314,7 @@ def test_senders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sender_has_some_of_the_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    limits = GrammarLimits(max_num_compiling=1, max_num_waiting=8, max_num_waiting_per_sender=3)
-    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+    service = from_checkpoint(max_num_compiling=1, max_num_waiting=8, max_num_waiting_per_sender=3)
     waiting = [service.submit(choice_spec("first"), b"a")]
     assert held.is_in.wait(30)  # it no longer waits
     waiting += [service.submit(choice_spec(str(number)), b"a") for number in range(3)]
@@ -330,7 +331,7 @@ def test_a_sender_has_some_of_the_places_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_blocks_is_done_on_the_compile_threads(
-    make_service: Callable[..., GrammarService], monkeypatch: pytest.MonkeyPatch
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = make_service()
     threads: list[int] = []
@@ -349,9 +350,7 @@ def test_what_blocks_is_done_on_the_compile_threads(
     assert service.submit(regex_spec("(")) is both[1]
 
 
-def test_a_tokenizer_that_cannot_be_served_is_each_requests_error(
-    process: SharedProcess,
-) -> None:
+def test_a_tokenizer_that_cannot_be_served_is_each_requests_error(process: SharedProcess) -> None:
     loads: list[int] = []
 
     def load() -> GrammarTokenizer:
@@ -365,19 +364,6 @@ def test_a_tokenizer_that_cannot_be_served_is_each_requests_error(
         assert isinstance(error, InvalidRequest) and "an odd tokenizer" in str(error)
     assert len(loads) == 1
     service.close()
-
-
-def test_a_state_that_the_library_cannot_make_is_an_error(
-    service: GrammarService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compilation = compiled(service, choice_spec("a"))
-
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("odd")
-
-    monkeypatch.setattr(CompiledGrammar, "state", fail)
-    with pytest.raises(GrammarFailed, match=r"the grammar library failed: RuntimeError\('odd'\)"):
-        compilation.state(frozenset({END}))
 
 
 def test_closing_does_not_wait_for_a_process_that_does_not_start(
@@ -415,25 +401,10 @@ def test_closing_does_not_wait_for_a_process_that_does_not_start(
     assert not asking.is_alive() and len(errors) == 1
 
 
-def test_children_end_with_a_process_that_died(
-    process: SharedProcess, service: GrammarService
-) -> None:
-    """The group is killed before its leader is reaped: until then its id is nobody else's."""
-    assert compiled(service, choice_spec("alive")).error is None
-    leader = process._process
-    assert leader is not None
-    os.kill(leader.pid, signal.SIGKILL)
-    while process.is_alive:  # ends: the test has a time limit
-        os.sched_yield()
-    assert leader.returncode is None, "not reaped by looking"
-    assert compiled(service, choice_spec("alive again")).error is None
-    assert leader.returncode == -signal.SIGKILL
-
-
 def test_our_own_failures_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     held.let_go.set()
-    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits())
+    service = from_checkpoint()
     for failure, is_kept in ((GrammarFailed("broken"), False), (ValueError("odd"), False)):
         held.failure = failure
         first = compiled(service, choice_spec("a"))
@@ -444,9 +415,7 @@ def test_our_own_failures_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_after_close_what_waits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    service = GrammarService.from_checkpoint(
-        BUNDLED, VOCAB_SIZE, GrammarLimits(max_num_compiling=1)
-    )
+    service = from_checkpoint(max_num_compiling=1)
     waiting = [service.submit(choice_spec(str(number))) for number in range(3)]
     service.close()
     assert all(one.wait(30) for one in waiting)
@@ -474,8 +443,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.held = Held(self.patch)
         self.held.let_go.set()
-        limits = GrammarLimits(max_num_cached=4, cache_bytes=3000)
-        self.service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+        self.service = from_checkpoint(max_num_cached=4, cache_bytes=3000)
 
     @rule(number=st.integers(0, 7))
     def submit(self, number: int) -> None:

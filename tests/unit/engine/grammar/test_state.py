@@ -27,6 +27,7 @@ from tests.unit.engine.grammar.driver import (
     END,
     VOCAB_SIZE,
     Grammars,
+    MakeGrammars,
     choice_spec,
     ebnf_spec,
     ids_of,
@@ -76,7 +77,7 @@ def test_end_tokens_beyond_the_vocabulary_are_none(grammars: Grammars) -> None:
 
 
 def test_specials_and_padding_are_never_inside_text(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary, tokenizer: Tokenizer
+    make_grammars: MakeGrammars, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     padded = Vocabulary((*vocabulary.token_bytes, *[b""] * 75))
     wide = make_grammars(padded)
@@ -173,10 +174,8 @@ def test_forks_are_replays(grammars: Grammars, data: st.DataObject) -> None:
         assert torch.equal(masks[0], masks[1])
 
 
-def test_what_costs_too_much_breaks_its_own_state_only(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary)
+def test_what_costs_too_much_breaks_its_own_state_only(make_grammars: MakeGrammars) -> None:
+    grammars = make_grammars()
     compiled = grammars.compiled(regex_spec("a*"))
     compiled.limits = GrammarLimits(token_cpu_s=1e-9)
     bomb = compiled.state(frozenset({END}))
@@ -223,10 +222,8 @@ class Service:
         self.limits = grammars.limits
 
 
-def test_a_mask_that_is_late_delays_its_own_grammars_rows_only(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary, mask_wait_s=0.01)
+def test_a_mask_that_is_late_delays_its_own_grammars_rows_only(make_grammars: MakeGrammars) -> None:
+    grammars = make_grammars(mask_wait_s=0.01)
     service: Any = Service(grammars)
     a, other = token(grammars, "a"), grammars.compiled(choice_spec("ab", "b"))
     stuck = hanging(other)
@@ -256,10 +253,8 @@ def test_a_mask_that_is_late_delays_its_own_grammars_rows_only(
     service.filler.close()
 
 
-def test_a_step_without_any_other_draw_waits_for_its_masks(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary, mask_wait_s=0.001)
+def test_a_step_without_any_other_draw_waits_for_its_masks(make_grammars: MakeGrammars) -> None:
+    grammars = make_grammars(mask_wait_s=0.001)
     service: Any = Service(grammars)
     stuck = hanging(grammars.compiled(choice_spec("a")))
     masks = Masks(service, [stuck])
@@ -337,7 +332,7 @@ def test_a_mask_that_fails_on_its_thread_is_its_rows_own_error(
     grammars.filler.check_integrity()
 
 
-def test_a_dead_end_is_an_empty_mask(make_grammars: Callable[..., Grammars]) -> None:
+def test_a_dead_end_is_an_empty_mask(make_grammars: MakeGrammars) -> None:
     """The vocabulary has "ab" and "c" only: after "ab" nothing can spell "d"."""
     grammars = make_grammars(Vocabulary((b"ab", b"", b"c", b"d" * 2)))
     state = grammars.state(ebnf_spec('start: "abc" | "abd"'))

@@ -21,8 +21,8 @@ from engine.kv.memory import KvMemory
 from engine.kv.partial_blocks import PartialBlockBuffer
 from engine.layers import quantized_attention
 from engine.layers.quantized_attention import QuantizedAttention, Scales
-from engine.request import Request
 from tests.conftest import examples
+from tests.harness.engines import make_request
 
 SIZE, HEADS = 4, 6
 CHOICES = [(dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in
@@ -332,9 +332,7 @@ TestTails = TailsMachine.TestCase
 TestTails.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
-def test_a_block_that_was_loaded_full_keeps_no_tail(
-    make_engine: Callable[..., LLMEngine], make_request: Callable[..., Request]
-) -> None:
+def test_a_block_that_was_loaded_full_keeps_no_tail(make_engine: Callable[..., LLMEngine]) -> None:
     """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
     engine = make_engine()
     tails = engine.kv.tails = PartialBlockBuffer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,11 @@ from engine.models.transformers_backend import (
     run,
 )
 from engine.models.weight_streaming import PackedLayer, weights_of
-from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.loader import load_draft_model
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
-from tests.harness.engines import hasher
+from tests.harness.engines import finish, make_request, tokens_of
 from tests.harness.models import FAMILIES, save, small_config
 from tokens.tokenizer import Tokenizer
 
@@ -57,23 +55,33 @@ def _plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
 
 
-def _tensors(config: Any, seed: int, dtype: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Reads a random checkpoint of `config`, each time anew."""
-    model = random_instance(config, seed)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return lambda: {
-        name: tensor.to(TORCH_DTYPES[dtype], copy=True) for name, tensor in state.items()
-    }
+class _Model:
+    """A random one of `config`, built anew from the same numbers each time."""
 
+    def __init__(self, config: Any, seed: int, dtype: str = "float32", device: str = "cpu") -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        model = random_instance(config, seed)
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        state = model.state_dict()
+        self._state = {name: tensor for name, tensor in state.items() if name not in tied}
+        resident = self.build()
+        layers = find_layers(resident.model)
+        own = {id(tensor) for layer in layers for tensor in weights_of(layer)}
+        every = [*resident.model.parameters(), *resident.model.buffers()]
+        self.resident = resident
+        self.rest_bytes = sum(tensor.nbytes for tensor in every if id(tensor) not in own)
+        self.layer_bytes = [PackedLayer(layer).num_bytes for layer in layers]
+        self.least_bytes = self.rest_bytes + 2 * max(self.layer_bytes) + 4096
+        """That it can be streamed to: what is not fused has parts that are aligned one by one."""
 
-def _sizes(resident: Built) -> tuple[list[int], int]:
-    """(bytes of each layer, of the rest) of a model."""
-    layers = find_layers(resident.model)
-    own = {id(tensor) for layer in layers for tensor in weights_of(layer)}
-    every = [*resident.model.parameters(), *resident.model.buffers()]
-    rest = sum(tensor.nbytes for tensor in every if id(tensor) not in own)
-    return [PackedLayer(layer).num_bytes for layer in layers], rest
+    def build(self, streamed_to_bytes: int = 0) -> Built:
+        how: dict[str, Any] = {"streamed_to_bytes": streamed_to_bytes} if streamed_to_bytes else {}
+        how |= {"device": self._device, "dtype": self._dtype, "block_size": BLOCK}
+        return build(self._config, self._tensors, **how)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        dtype = TORCH_DTYPES[self._dtype]
+        return {name: tensor.to(dtype, copy=True) for name, tensor in self._state.items()}
 
 
 def _logits(model: Any, layout: Any, device: str, rng: random.Random) -> torch.Tensor:
@@ -124,19 +132,15 @@ def test_streamed_layers_give_the_resident_models_bits(
     """Fused layers, such as are not, and experts; with as little as may be, and as many resident
     layers as fit at random."""
     rng = random.Random(f"{seed}-{model_type}")
-    config = small_config(model_type)
-    read = _tensors(config, rng.randrange(2**31), dtype)
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "block_size": BLOCK}
-    resident = build(config, read, **how)
-    sizes, rest = _sizes(resident)
-    least = rest + 2 * max(sizes) + 4096  # not fused, parts are aligned one by one
-    for given in (least, rng.randint(least, rest + sum(sizes) - 1)):
-        streamed = build(config, read, **how, streamed_to_bytes=given)
-        assert streamed.fused == resident.fused
+    model = _Model(small_config(model_type), rng.randrange(2**31), dtype, device)
+    least, whole = model.least_bytes, model.rest_bytes + sum(model.layer_bytes)
+    for given in (least, rng.randint(least, whole - 1)):
+        streamed = model.build(given)
+        assert streamed.fused == model.resident.fused
         stream = streamed.stream
         assert stream is not None and len(stream.plan.streamed) >= 3
         assert stream.account.peak == stream.plan.device_bytes <= given
-        _assert_equal(streamed, resident, device, seed)
+        _assert_equal(streamed, model.resident, device, seed)
         stream.close()
 
 
@@ -148,29 +152,22 @@ def test_large_layers_arrive_before_they_are_computed(seed: int) -> None:
     config = small_config("llama")
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 2048, 8192, 8
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, 16, 128
-    read = _tensors(config, seed, "bfloat16")
-    how: dict[str, Any] = {"device": "cuda:0", "dtype": "bfloat16", "block_size": BLOCK}
-    resident = build(config, read, **how)
-    sizes, rest = _sizes(resident)
-    given = rest + 4 * max(sizes) + 2**20
+    model = _Model(config, seed, "bfloat16", "cuda:0")
+    given = model.rest_bytes + 4 * max(model.layer_bytes) + 2**20
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    streamed = build(config, read, **how, streamed_to_bytes=given)
+    streamed = model.build(given)
     assert torch.cuda.max_memory_allocated() - before < given + 2**27  # and what a pass needs
     assert streamed.stream is not None
     assert all(host.bytes.is_pinned() for host in streamed.stream._hosts)
     for index in range(20):
-        _assert_equal(streamed, resident, "cuda:0", f"{seed}-{index}")
+        _assert_equal(streamed, model.resident, "cuda:0", f"{seed}-{index}")
     streamed.stream.close()
 
 
 def test_a_pass_that_fails_leaves_the_next_one_right(seed: int) -> None:
-    config = small_config("llama")
-    read = _tensors(config, 1, "float32")
-    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
-    resident = build(config, read, **how)
-    sizes, rest = _sizes(resident)
-    streamed = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
+    model = _Model(small_config("llama"), 1)
+    streamed = model.build(model.least_bytes)
 
     def fail(*_: object) -> None:
         raise RuntimeError("in the middle")
@@ -180,7 +177,7 @@ def test_a_pass_that_fails_leaves_the_next_one_right(seed: int) -> None:
         with pytest.raises(RuntimeError, match="in the middle"):
             _logits(streamed.model, streamed.layout, "cpu", random.Random(0))
         hook.remove()
-        _assert_equal(streamed, resident, "cpu", f"{seed}-{index}")
+        _assert_equal(streamed, model.resident, "cpu", f"{seed}-{index}")
 
 
 def test_the_host_has_what_is_streamed_once_and_the_rest_not_at_all() -> None:
@@ -193,19 +190,17 @@ def test_the_host_has_what_is_streamed_once_and_the_rest_not_at_all() -> None:
 
     config = small_config("llama")
     config.hidden_size = config.intermediate_size = 256
-    read = _tensors(config, 3, "float32")
-    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
-    sizes, rest = _sizes(build(config, read, **how))
+    model = _Model(config, 3)
     others = live()  # kept, so that none of their addresses comes again
     known = {one.untyped_storage().data_ptr() for one in others}
-    found = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
+    found = model.build(model.least_bytes)
     assert found.stream is not None
     stores = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in live()}
     after = {place: store.nbytes() for place, store in stores.items() if place not in known}
     plan = found.stream.plan
     for memory in (*found.stream._buffers, *(host.bytes for host in found.stream._hosts)):
         assert after[memory.data_ptr()] == memory.nbytes
-    assert sum(after.values()) < plan.host_bytes + plan.device_bytes + min(sizes)
+    assert sum(after.values()) < plan.host_bytes + plan.device_bytes + min(model.layer_bytes)
 
 
 def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
@@ -216,16 +211,12 @@ def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
         model.model.layers[1].norm_eps = 1.0
         return done
 
-    config = small_config("llama")
-    read = _tensors(config, 2, "float32")
-    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
     monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
-    resident = build(config, read, **how)
-    sizes, rest = _sizes(resident)
+    model = _Model(small_config("llama"), 2)
     monkeypatch.setattr(transformers_backend, "fuse", wrong)
-    streamed = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
+    streamed = model.build(model.least_bytes)
     assert streamed.fused[0].startswith("nothing: fused logits were")
-    _assert_equal(streamed, resident, "cpu", seed)
+    _assert_equal(streamed, model.resident, "cpu", seed)
 
 
 # -- what cannot be
@@ -336,20 +327,13 @@ def test_too_little_host_memory_is_refused_before_weights_are_read(
 # -- in an engine
 
 
-def _answers(engine: LLMEngine) -> list[tuple[int, ...]]:
+def _answers(engine: LLMEngine) -> list[list[int]]:
     """To a greedy request and a sampled one."""
     prompt = Tokenizer.load(FOLDER).encode("Once upon a time there was a little")
-    answers: dict[str, list[int]] = {}
-    for index, temperature in enumerate((0.0, 0.8)):
-        sampling = Sampling(24, temperature=temperature, seed=index, ignore_eos=True)
-        request = Request(f"{index}", tuple(prompt), sampling, hasher())
-        answers[request.request_id] = []
-        engine.submit(request)
-    while engine.has_work():
-        for event in engine.step().events:
-            answers[event.request_id] += event.token_ids
-    engine.check_integrity()
-    return [tuple(tokens) for tokens in answers.values()]
+    for seed, temperature in enumerate((0.0, 0.8)):
+        fields = {"max_tokens": 24, "temperature": temperature, "seed": seed}
+        engine.submit(make_request(f"{seed}", prompt, **fields))
+    return [tokens_of(events) for _, events in sorted(finish(engine).items())]
 
 
 def _stream_of(engine: LLMEngine) -> Any:
@@ -404,13 +388,9 @@ def test_adapters_go_with_it(tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in weights_of(model))
     outcomes: list[torch.Tensor] = []
     for given in (0, total - 1000):
+        where: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu"}
         loaded = load_model(
-            EngineConfig(
-                model=str(tmp_path / "model"),
-                device="cpu",
-                weights_device_bytes=given,
-                decoder="transformers",
-            )
+            EngineConfig(**where, weights_device_bytes=given, decoder="transformers")
         )
         loaded.attach(KvMemory(loaded.layout, 4))
         loaded.adapters.load("a", adapter)

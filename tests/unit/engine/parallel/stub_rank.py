@@ -28,11 +28,11 @@ def main(behaviour: str, connection: socket.socket) -> int:
     if behaviour == "dies":
         return 7
     if behaviour == "refuses":
-        say("Refused", reason="the checkpoint is a riddle; fetch it again")
+        say("RankRefused", reason="the checkpoint is a riddle; fetch it again")
         return 2
     if behaviour == "silent":
         time.sleep(600)
-    say("Loading", what="weights", done=1, total=1)
+    say("RankLoading", what="weights", done=1, total=1)
     say("Ready", weight_bytes=7)
     while True:
         message = hear()
@@ -41,14 +41,14 @@ def main(behaviour: str, connection: socket.socket) -> int:
         match message["type"]:
             case "Meet":
                 say("Met", free_bytes=1000 * rank)
-            case "Step" if behaviour == "fails" and rank == 1:
-                say("Failed", reason="ValueError: all wrong")
+            case "ComputeBatch" if behaviour == "fails" and rank == 1:
+                say("RankFailure", reason="ValueError: all wrong")
                 return 1
-            case "Step" if behaviour in ("fails", "follows"):
+            case "ComputeBatch" if behaviour in ("fails", "follows"):
                 time.sleep(0.05 if rank == 2 else 0.0)
-                say("Failed", reason="another rank is gone or too late (socket closed)")
+                say("RankFailure", reason="another rank is gone or too late (socket closed)")
                 return 3
-            case "Stop":
+            case "StopRank":
                 return 0
 
 

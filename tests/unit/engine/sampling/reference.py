@@ -24,6 +24,11 @@ def sample(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> list[Sa
     return Sampler().begin(logits, requests).result()
 
 
+def plain(outputs: Sequence[SamplerOutput]) -> list[str]:
+    """Comparable: errors are equal if they say the same."""
+    return [repr(one) for one in outputs]
+
+
 def banned(sampling: Sampling, tokens: Sequence[int]) -> set[int]:
     """By bad words and n-grams, from the whole sequence."""
     banned: set[int] = set()

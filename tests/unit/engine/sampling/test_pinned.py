@@ -13,6 +13,8 @@ import pytest
 import torch
 from baton_kernels import noise
 
+from engine.request import Sampling
+from engine.sampling.metadata import SamplingRequest
 from tests.unit.engine.sampling.reference import bitmask_of, make_draw, sample
 
 NUM_TOKENS = 3000
@@ -99,3 +101,42 @@ def test_errors_never_change() -> None:
     found = sample(logits, draws)
     assert [[one.token_id, repr(one.error)] for one in found] == RECORDED["errors"]
     assert all(one.logprobs is None and one.trace is None for one in found[:5])
+
+
+FIRST: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.2},
+    {"temperature": 3.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 2.0, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.7, "top_p": 0.999, "seed": 2**64 - 1, "sample_index": 3},
+]
+DRAWN = {
+    0: [1822, 829, 1162, 1597, 258, 1845, 1871, 489],
+    1: [1822, 303, 920, 1614, 432, 1199, 372, 539],
+    600: [1822, 1187, 838, 1688, 256, 838, 684, 575],
+    131071: [1822, 922, 1993, 423, 599, 374, 1908, 1014],
+}
+"""By position: of each of FIRST. In bfloat16 there are ties: the first and one other differ."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_without_processors_never_change(dtype: torch.dtype) -> None:
+    """By the first version of the sampler, before there were processors."""
+    words = noise.words(torch.arange(8)[:, None], torch.arange(2000)[None])
+    logits = (noise.uniform(words) * 12.0).round(decimals=3).to(dtype)
+    for position, expected in DRAWN.items():
+        if dtype is torch.bfloat16:
+            expected = [490, *expected[1:]]
+            expected[6] = 535 if position == 0 else expected[6]
+        draws = [
+            SamplingRequest(
+                Sampling(**({"max_tokens": 1, "seed": 77} | fields)),
+                position,
+                sample_index=fields.get("sample_index", 0),
+            )
+            for fields in FIRST
+        ]
+        assert [one.token_id for one in sample(logits, draws)] == expected

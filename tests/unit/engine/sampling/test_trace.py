@@ -11,33 +11,28 @@ import pytest
 import torch
 from baton_kernels import noise
 
-from engine.request import Sampling
-from engine.sampling.metadata import SamplingRequest
 from engine.sampling.sampler import NUM_TRACE_TOP
 from tests.unit.engine.sampling.reference import make_draw, processed, sample
 
 Scale = Callable[[int], int]
 
 
-def _draw(**fields: Any) -> SamplingRequest:
-    return SamplingRequest(Sampling(**({"max_tokens": 1} | fields)), position=5)
-
-
-def test_logprobs_are_of_the_models_own_distribution() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
-    (one,) = sample(logits, [_draw(temperature=9.0, top_k=1, logprobs=3)])
-    expected = torch.log_softmax(logits[0], 0)
-    assert one.logprobs is not None
-    assert one.logprobs.token_id == one.token_id
-    assert one.logprobs.logprob == pytest.approx(float(expected[one.token_id]))
-    assert [token_id for token_id, _ in one.logprobs.top] == [1, 3, 2]
-    assert [value for _, value in one.logprobs.top] == pytest.approx(expected[[1, 3, 2]].tolist())
-
-
-def test_logprobs_only_where_asked_for() -> None:
-    drawn = sample(torch.randn(2, 9), [_draw(logprobs=0), _draw()])
-    assert drawn[0].logprobs is not None and drawn[0].logprobs.top == ()
-    assert drawn[1].logprobs is None and drawn[1].trace is None
+def test_logprobs_are_of_the_models_own_distribution_where_asked_for(seed: int) -> None:
+    """Whatever the temperature and the filters; counts differ by row, and among equals the lowest
+    id comes first."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, 200, generator=generator).round(decimals=1)
+    counts = [None, *range(12)] * 3 + [3]
+    fields = {"temperature": 9.0, "top_k": 5}
+    draws = [make_draw(logprobs=count, seed=row, **fields) for row, count in enumerate(counts)]
+    for row, (one, count) in enumerate(zip(sample(logits, draws), counts, strict=True)):
+        assert one.trace is None and (one.logprobs is None) == (count is None)
+        if one.logprobs is not None:
+            logprobs = torch.log_softmax(logits[row], 0).tolist()
+            order = sorted(range(200), key=lambda i: (-logprobs[i], i))[:count]
+            assert one.logprobs.token_id == one.token_id
+            assert one.logprobs.logprob == pytest.approx(logprobs[one.token_id])
+            assert one.logprobs.top == tuple((i, logprobs[i]) for i in order)
 
 
 def test_masks_and_penalties_do_not_reach_the_raw_logprobs() -> None:
@@ -51,20 +46,6 @@ def test_masks_and_penalties_do_not_reach_the_raw_logprobs() -> None:
     left = torch.log_softmax(torch.tensor([1.0, 0.0]), 0)
     assert one.trace.processed_logprob == pytest.approx(float(left[0]))
     assert one.trace.support_size == 2
-
-
-def test_every_rows_best_in_one_batch(seed: int) -> None:
-    """Counts differ by row; among equals the lowest id comes first."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(40, 200, generator=generator).round(decimals=1)
-    counts = [row % 12 for row in range(40)]
-    drawn = sample(logits, [_draw(logprobs=count) for count in counts])
-    for row, (one, count) in enumerate(zip(drawn, counts, strict=True)):
-        logprobs = torch.log_softmax(logits[row], 0).tolist()
-        order = sorted(range(200), key=lambda i: (-logprobs[i], i))[:count]
-        assert one.logprobs is not None
-        assert [token_id for token_id, _ in one.logprobs.top] == order
-        assert [value for _, value in one.logprobs.top] == [logprobs[i] for i in order]
 
 
 def test_a_trace_names_what_was_applied_in_order() -> None:
@@ -133,12 +114,10 @@ def test_a_trace_draws_its_token_again(seed: int, scale: Scale) -> None:
         logits = torch.randn(8, 100, generator=generator) * 3
         prompts = [[rng.randrange(100) for _ in range(6)] for _ in range(8)]
         outputs = [[rng.randrange(100) for _ in range(rng.randrange(6))] for _ in range(8)]
-        draws = [
-            make_draw(
-                prompts[row], outputs[row], seed=rng.randrange(2**64), sample_index=row, **fields
-            )._replace(sampling=_traced(fields, rng, row))
-            for row, fields in enumerate(FIELDS)
-        ]
+        draws = []
+        for row, fields in enumerate(FIELDS):
+            keys = {"seed": rng.randrange(2**64), "sample_index": row, "trace": True}
+            draws.append(make_draw(prompts[row], outputs[row], **keys, **fields))
         for row, one in enumerate(sample(logits, draws)):
             trace, sampling = one.trace, draws[row].sampling
             assert trace is not None and trace.token_id == one.token_id
@@ -161,12 +140,6 @@ def test_a_trace_draws_its_token_again(seed: int, scale: Scale) -> None:
             assert trace.processed_logprob == pytest.approx(exact, abs=1e-5)
             raw = float(torch.log_softmax(logits[row].double(), 0)[trace.token_id])
             assert trace.raw_logprob == pytest.approx(raw, abs=1e-5)
-
-
-def _traced(fields: dict[str, Any], rng: random.Random, row: int) -> Sampling:
-    return Sampling(
-        max_tokens=100, seed=rng.randrange(2**64), sample_index=row, trace=True, **fields
-    )
 
 
 def test_a_trace_changes_no_token(seed: int) -> None:

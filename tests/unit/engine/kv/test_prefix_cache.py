@@ -3,9 +3,7 @@ conservation law of the pool after every operation."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -97,9 +95,12 @@ class CacheMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Owner:
         return self.owners[data.draw(st.integers(0, len(self.owners) - 1))]
 
-    def put_back(self, owner: Owner, block_ids: Iterable[int]) -> None:
+    def put_back(self, owner: Owner, block_ids: list[int], *, at_once: bool) -> None:
+        if at_once:
+            self.pool.put_back(block_ids)
         for block_id in block_ids:
-            self.pool.put_back([block_id])
+            if not at_once:
+                self.pool.put_back([block_id])
             owner.block_ids.remove(block_id)
             self.settle()
         self.owners.remove(owner)
@@ -169,13 +170,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), is_in_order=st.booleans())
-    def end(self, data: st.DataObject, is_in_order: bool) -> None:
+    @rule(data=st.data(), is_in_order=st.booleans(), at_once=st.booleans())
+    def end(self, data: st.DataObject, is_in_order: bool, at_once: bool) -> None:
         owner = self.pick(data)
         block_ids = list(reversed(owner.block_ids))
         if not is_in_order:
             block_ids = data.draw(st.permutations(block_ids))
-        self.put_back(owner, block_ids)
+        self.put_back(owner, block_ids, at_once=at_once)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -235,8 +236,11 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
-        self.pool.unhold([self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))])
-        self.settle()
+        block_ids = data.draw(st.permutations(self.held))[: data.draw(st.integers(1, 4))]
+        self.pool.unhold(block_ids)
+        for block_id in block_ids:
+            self.held.remove(block_id)
+            self.settle()
 
     @rule(path=PATHS)
     def match(self, path: Path) -> None:
@@ -391,120 +395,6 @@ def test_integrity_notices_maps_that_disagree() -> None:
         breakage(cache)
         with pytest.raises(IntegrityError):
             cache.check_integrity()
-
-
-NUM_MANY = 48
-
-
-class Twin:
-    """A pool with a prefix cache. `is_bulk`: what is done to many blocks is one call."""
-
-    def __init__(self, is_bulk: bool) -> None:
-        self.is_bulk = is_bulk
-        self.pool = BlockPool(NUM_MANY)
-        self.cache = PrefixCache(self.pool)
-
-    def each(self, work: Callable[[list[int]], object], block_ids: Sequence[int]) -> None:
-        if self.is_bulk:
-            work([*block_ids])
-        for block_id in [] if self.is_bulk else block_ids:
-            work([block_id])
-
-    def insert(self, parent: bytes, hashes: list[bytes], block_ids: list[int]) -> None:
-        if self.is_bulk:
-            self.cache.insert(parent, hashes, block_ids)
-            return
-        for chain_hash, block_id in zip(hashes, block_ids, strict=True):
-            self.cache.insert(parent, [chain_hash], [block_id])
-            parent = chain_hash
-
-    def state(self) -> dict[str, object]:
-        """All there is, in the order in which blocks will be taken."""
-        pool, blocks = self.pool, range(NUM_MANY)
-        return {
-            "free": list(pool._free._end_of.items()),
-            "evictable": list(pool._evictable),
-            "references": [pool.num_references(b) for b in blocks],
-            "holds": [pool.num_holds(b) for b in blocks],
-            "pins": pool._num_pins,
-            "quarantined": pool.num_quarantined,
-            "parents": [pool.parent_of(b) for b in blocks],
-            "blocks": list(self.cache._block_of.items()),
-            "hashes": self.cache._hash_of,
-        }
-
-
-class Twins:
-    """The same is done to both."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.twins = (Twin(True), Twin(False))
-        self.owners: list[tuple[list[bytes], list[int]]] = []
-        self.held: list[tuple[int, ...]] = []
-
-    def both(self, work: Callable[[Twin], object]) -> object:
-        found = [work(twin) for twin in self.twins]
-        assert found[0] == found[1]
-        assert self.twins[0].state() == self.twins[1].state()
-        return found[0]
-
-    def begin(self) -> None:
-        """A prompt that may share its first blocks with others."""
-        tenant, turn = self.rng.randrange(3), self.rng.randrange(2)
-        common, own = self.rng.randint(0, 12), self.rng.randint(0, 12)
-        hashes = [f"{tenant}/{i}".encode() for i in range(common)]
-        hashes += [f"{tenant}/{common}/{turn}/{i}".encode() for i in range(own)]
-        num_blocks = len(hashes) + self.rng.randint(0, 6)
-        if num_blocks <= self.twins[0].pool.num_available - len(hashes):
-            found = self.both(lambda twin: twin.cache.reserve(hashes, num_blocks))
-            assert isinstance(found, tuple)
-            self.owners.append((hashes, list(found[0])))
-            if self.rng.random() < 0.8:
-                self.insert(found[1])
-
-    def insert(self, first: int) -> None:
-        """What the newest owner computed after its first blocks, whose number is given."""
-        hashes, block_ids = self.owners[-1]
-        parent = hashes[first - 1] if first else b""
-        last = self.rng.randint(first, len(hashes))
-        self.both(lambda twin: twin.insert(parent, hashes[first:last], block_ids[first:last]))
-
-    def end(self) -> None:
-        if self.owners:
-            _, block_ids = self.owners.pop(self.rng.randrange(len(self.owners)))
-            self.both(lambda twin: twin.each(twin.pool.put_back, block_ids[::-1]))
-
-    def hold(self) -> None:
-        """What is cached of a chain, used or not."""
-        tenant, first = self.rng.randrange(3), self.rng.randrange(4)
-        hashes = [f"{tenant}/{i}".encode() for i in range(12)]
-        if self.owners and self.rng.random() < 0.6:
-            hashes = self.owners[-1][0]
-        block_ids = self.twins[0].cache.match(hashes, first)
-        self.held.append(block_ids)
-        self.both(lambda twin: twin.each(twin.pool.hold, block_ids))
-
-    def unhold(self) -> None:
-        if self.held:
-            block_ids = self.held.pop(self.rng.randrange(len(self.held)))
-            self.both(lambda twin: twin.each(twin.pool.unhold, block_ids))
-
-    def forget(self) -> None:
-        block_id = self.rng.randrange(NUM_MANY)
-        self.both(lambda twin: twin.cache.forget([block_id]))
-
-
-def test_many_at_once_are_as_one_by_one(seed: int, scale: Callable[[int], int]) -> None:
-    rng = random.Random(seed)
-    for _ in range(scale(60)):
-        twins = Twins(rng)
-        steps = [twins.begin, twins.begin, twins.end, twins.hold, twins.unhold, twins.forget]
-        for _ in range(60):
-            rng.choices(steps, weights=[4, 2, 5, 1, 1, 0.3])[0]()
-            for twin in twins.twins:
-                twin.pool.check_integrity()
-                twin.cache.check_integrity()
 
 
 def test_evicted_blocks_have_no_hash_left() -> None:
