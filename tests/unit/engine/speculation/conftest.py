@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine.sampling.host_device_copies import StreamMark
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.models.loader import load_model
-from engine.sampling.copies import Mark
 from engine.sampling.metadata import SamplerOutput
 from engine.sampling.sampler import PendingSample, Sampler
 from tests.harness.models import FAMILIES, Tiny, save
@@ -40,7 +40,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
         def begin(self, *args: Any, **fields: Any) -> Any:
             return LateSample(super().begin(*args, **fields))
 
-    class LateMark(Mark):
+    class LateMark(StreamMark):
         def wait(self) -> None:
             fake.num_waits += 1
             fake.settle()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.sampling.host_device_copies import StreamMark
 
 from engine.batch import Batch
 from engine.begun import BegunStep, may_be_early
@@ -19,8 +20,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.outputs import RequestOutput
-from engine.request import Beam, Request, Sampling, State
-from engine.sampling.copies import Mark
+from engine.request import Beam, Request, RequestState, Sampling
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.speculation.config import NgramConfig, SpeculationConfig
@@ -161,7 +161,7 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
     """The right guess lies behind the wrong ones: what is kept of it is moved behind the draws."""
     marks: list[tuple[str, int]] = []
 
-    class NotedMark(Mark):
+    class NotedMark(StreamMark):
         def __init__(self, device: torch.device | str) -> None:
             super().__init__(device)
             marks.append(("made", late.num_forwards))
@@ -728,10 +728,10 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
         if rng.random() < 0.05:
             _take_all(engine, make_request)
         for name, group in [*engine._groups.items()]:
-            if group.state is State.HOLDING and rng.random() < 0.3:
+            if group.state is RequestState.HOLDING and rng.random() < 0.3:
                 engine.release(name)
     for name, group in [*engine._groups.items()]:
-        assert group.state is State.HOLDING
+        assert group.state is RequestState.HOLDING
         engine.release(name)
     for name, tokens in expected.items():
         told = told_of(events, name)

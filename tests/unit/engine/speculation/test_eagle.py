@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
@@ -523,12 +523,12 @@ def _two_texts(model: LoadedModel) -> tuple[Batch, Texts]:
     """A prompt, a tree and a decode in one step, and its rows' texts."""
     model.attach(model.make_memory(24))
     before = [7, 8, 9, 10, 11, 12, 13, 14, 15]
-    model.forward(Batch(tuple(before), (Span(0, 9, (0, 1)),), (8,)))
-    model.forward(Batch(tuple(before), (Span(0, 9, (3, 4)),), (8,)))
+    model.forward(Batch(tuple(before), (TokenSpan(0, 9, (0, 1)),), (8,)))
+    model.forward(Batch(tuple(before), (TokenSpan(0, 9, (3, 4)),), (8,)))
     spans = (
-        Span(0, 3, (8,)),
-        Span(9, 4, (0, 1), branches=(-1, 0, -1)),
-        Span(9, 1, (3, 4)),
+        TokenSpan(0, 3, (8,)),
+        TokenSpan(9, 4, (0, 1), branches=(-1, 0, -1)),
+        TokenSpan(9, 1, (3, 4)),
     )
     texts: Texts = [([3, 4, 5], 3)]
     texts += [([*before, *own], 1) for own in ([20], [20, 21], [20, 21, 22], [20, 23], [24])]
@@ -573,7 +573,9 @@ def test_our_decoder_keeps_all_rows_of_a_long_prompt(own: LoadedModel, qwen3: Ti
     """Its last layer would compute but those that are drawn from."""
     own.attach(own.make_memory(24))
     prompt = tuple((7 * i + 3) % 260 for i in range(80))
-    plain = Batch((*prompt, 9), (Span(0, 80, tuple(range(10))), Span(0, 1, (10,))), (79, 80))
+    plain = Batch(
+        (*prompt, 9), (TokenSpan(0, 80, tuple(range(10))), TokenSpan(0, 1, (10,))), (79, 80)
+    )
     expected = own.forward(plain).clone()
     logits = own.forward(
         dataclasses.replace(
@@ -655,6 +657,6 @@ def test_a_warm_up_says_nothing_of_what_the_head_takes(
     monkeypatch.setattr(model, "_is_body_checked", False)
     model.attach(model.make_memory(2))
     for blocks in ((), (0,)):
-        model.forward(Batch((3, 4), (Span(0, 2, blocks),), (1,), True, True, KEPT_LAYERS))
+        model.forward(Batch((3, 4), (TokenSpan(0, 2, blocks),), (1,), True, True, KEPT_LAYERS))
         assert set(model.layer_inputs()) == set(KEPT_LAYERS)
         assert model._is_body_checked is bool(blocks)  # type: ignore[attr-defined]
