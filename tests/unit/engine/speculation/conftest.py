@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from engine.sampling.host_device_copies import StreamMark
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.models.loader import load_model
-from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.metadata import SamplerOutput
 from engine.sampling.sampler import PendingSample, Sampler
 from tests.harness.models import FAMILIES, Tiny, save
@@ -71,3 +73,13 @@ def config(target: Tiny) -> EngineConfig:
 @pytest.fixture(scope="session")
 def model(config: EngineConfig) -> LoadedModel:
     return load_model(config)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(f"heads {seed}")
+
+
+@pytest.fixture
+def numbers(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed % 2**40)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from tests.unit.engine.speculation.markov import MarkovModel, Table, Tally, cont
 
 VOCAB = 5
 LIMIT = 1e-9
-NUM_TOKENS = 200
+NUM_TOKENS = 80
 """Of one request."""
+
+PLAIN = Sampling(max_tokens=1, temperature=1.0, ignore_eos=True, seed=0)
 
 Outputs = dict[tuple[str, int], tuple[list[int], FinishReason | None]]
 
@@ -125,9 +128,7 @@ def likelihood(table: Table, requests: Sequence[Request], outputs: Outputs) -> f
     """Of the answers; by the token before each, that a distribution may depend on what was kept."""
     tally = Tally(VOCAB)
     for request in requests:
-        is_plain = request.sampling == Sampling(
-            max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True, seed=request.sampling.seed
-        )
+        is_plain = replace(request.sampling, max_tokens=1, seed=0) == PLAIN
         for index in range(request.num_samples):
             text = [*request.prompt_token_ids, *outputs[request.request_id, index][0]]
             for place in range(2, len(text)):

@@ -30,7 +30,6 @@ from engine.speculation.draft_model import DraftKVCache, DraftModelProposer
 from engine.speculation.proposer import Draft, DraftTask
 from engine.speculation.token_tree import EMPTY
 from engine.testing.fake_model import FakeModel
-from process.settings import SettingsError
 from tests.conftest import third
 from tests.harness.engines import hasher
 from tests.harness.models import FAMILIES, save
@@ -132,22 +131,6 @@ def test_no_block_is_lost_or_shared(rng: random.Random, num_blocks: int) -> None
     for key in keys:
         cache.forget(key)
     assert cache.allocate(keys[0], 4 * num_blocks, ()) is not None
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"drafters": ("ngrams",)}, "drafters: 'ngrams' is none of ngram"),
-        ({"drafters": ("ngram", "ngram")}, "named twice"),
-        ({"max_num_nodes": 0}, "max_num_nodes"),
-        ({"expansion": ()}, "expansion"),
-        ({"expansion": (2, 0)}, "expansion"),
-        ({"draft_kv_bytes": 0}, "draft_kv_bytes"),
-    ],
-)
-def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SettingsError, match=problem):
-        SpeculationConfig(**fields)
 
 
 def test_a_draft_model_of_another_tokenizer_or_without_room_is_refused(

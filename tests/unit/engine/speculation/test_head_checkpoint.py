@@ -17,7 +17,6 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.eagle import EagleNetwork, EagleProposer
 from engine.speculation.loader import load_heads
 from engine.testing.fake_model import FakeModel
-from process.settings import SettingsError
 from tests.harness import published_heads as heads
 
 
@@ -113,8 +112,6 @@ def test_pickles_and_models_that_cannot_have_heads_are_refused(
         _load(config, model, eagle, draft_kv_bytes=1000)
     with pytest.raises(LoadError, match="draft_heads: fake keeps no hidden states"):
         _load(config, FakeModel(), eagle)
-    with pytest.raises(SettingsError, match="draft_heads: one is named twice"):
-        SpeculationConfig(draft_heads=("x", "x"))
 
 
 def test_what_published_checkpoints_have_beside_is_passed_over(

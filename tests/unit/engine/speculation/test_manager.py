@@ -40,7 +40,7 @@ from engine.models.interface import Ends, Guesses, LoadedModel
 from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
 from engine.models.loader import load_model
 from engine.models.weights import random_weights
-from engine.outputs import RequestOutput
+from engine.parking import Parking
 from engine.request import ModelInfo, Request, RequestState, Sampling, StopView
 from engine.sequence import Key
 from engine.speculation import manager
@@ -59,8 +59,8 @@ from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness import published_heads as heads
 from tests.harness.adapters import save_adapter
-from tests.harness.engines import all_events, hasher, tokens_of
-from tests.harness.models import FAMILIES, Tiny, save
+from tests.harness.engines import all_events, all_steps, hasher, tokens_of
+from tests.harness.models import FAMILIES, save
 from tests.harness.published_eagle3 import LAYERS, save_eagle3
 from tests.harness.published_heads import save_medusa
 from tests.harness.quantized_fake import QuantizedFake
@@ -121,22 +121,55 @@ class KnowsTheAnswers:
         pass
 
 
+class Right(KnowsTheAnswers):
+    """The next `length` tokens of the answer, each time."""
+
+    length = 3
+
+    def _tree(self, task: DraftTask) -> TokenTree:
+        name, index = task.key
+        done = len(task.token_ids) - task.num_prompt_tokens
+        rest = self._expected[name][index][0][done : done + self.length]
+        return chain(rest, [0.9**place for place in range(1, len(rest) + 1)])
+
+
+class Same(KnowsTheAnswers):
+    """One path, whatever the text."""
+
+    def __init__(self, *path: int) -> None:
+        super().__init__(random.Random(0), {}, VOCAB)
+        self._path = chain(path, [0.5**place for place in range(1, len(path) + 1)])
+
+    def _tree(self, task: DraftTask) -> TokenTree:
+        return self._path
+
+
+ALWAYS = SpeculationConfig(always=True)
+CONFIG = EngineConfig(num_blocks=40, preemption="recompute", speculation=ALWAYS)
+
+
+def _model(**fields: Any) -> FakeModel:
+    return FakeModel(context_window=WINDOW, block_size=SIZE, **fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class GuessingBench(Bench):
-    """Engines that guess by a proposer which knows what is expected."""
+    """Engines that guess, if they have a proposer."""
 
-    proposer: KnowsTheAnswers | None = None
+    proposer: Proposer | None = None
+    others: tuple[Proposer, ...] = ()
     always: bool = True
     acceptance: str = "exact"
+    may_launch: bool = True
 
     def engine(
         self,
         config: EngineConfig,
-        parking: object = None,
+        parking: Parking | None = None,
         rng: random.Random | None = None,
     ) -> LLMEngine:
         if self.proposer is None:
-            return super().engine(config, parking, rng)  # type: ignore[arg-type]
+            return super().engine(config, parking, rng)
         config = dataclasses.replace(
             config,
             speculation=SpeculationConfig(
@@ -144,16 +177,16 @@ class GuessingBench(Bench):
             ),
         )
         model = self.make_model()
-        if rng is not None:
+        if rng is not None and self.may_launch:
             model = maybe_ahead(model, rng)
         engine = LLMEngine(
             config,
             model,
-            parking=parking,  # type: ignore[arg-type]
+            parking=parking,
             make_grammars=self.make_grammars,
-            proposers=[self.proposer],
+            proposers=[self.proposer, *self.others],
         )
-        if rng is not None:
+        if rng is not None and self.may_launch:
             _rest_at_random(engine, random.Random(rng.random()))
         return engine
 
@@ -183,16 +216,17 @@ def _num_launches(engine: LLMEngine) -> int:
     return model.launches.num_launches if isinstance(model, AheadModel) else 0
 
 
+def _guessing(bench: Bench, proposer: Proposer, **fields: Any) -> GuessingBench:
+    own = {field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)}
+    return GuessingBench(**own, proposer=proposer, **fields)
+
+
 def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> LLMEngine:
     requests = workload(rng, bench)
     expected = undisturbed(requests, bench)
     proposer = KnowsTheAnswers(rng, expected, vocab_size)
-    guessing = GuessingBench(
-        **{field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)},
-        proposer=proposer,
-        always=rng.random() < 0.7,
-        acceptance=rng.choice(["exact", "exact", "naive"]),
-    )
+    acceptance = rng.choice(["exact", "exact", "naive"])
+    guessing = _guessing(bench, proposer, always=rng.random() < 0.7, acceptance=acceptance)
     engine = small_engine(rng, guessing)
     assert disturbed(engine, requests, rng, expected) == expected
     return engine
@@ -236,8 +270,7 @@ def _check_multi_step(bench: Bench, rng: random.Random, vocab_size: int) -> None
     ]
     expected = undisturbed(requests, bench)
     proposer = KnowsTheAnswers(rng, expected, vocab_size)
-    own = {field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)}
-    guessing = GuessingBench(**own, proposer=proposer, acceptance="multi_step")
+    guessing = _guessing(bench, proposer, acceptance="multi_step")
     found = disturbed(small_engine(rng, guessing), requests, rng)
     for one in requests:
         if one.sampling.temperature == 0.0 or one.sampling.trace:
@@ -253,17 +286,11 @@ _EXACT_OR_NOT: list[dict[str, Any]] = [{"temperature": 0.0}, {"trace": True}, {}
 def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None:
     folder = resolve("baton-5m", files="tokenizer").path
     service = GrammarService.from_checkpoint(folder, 4096, GrammarLimits())
+    fields: dict[str, Any] = {"vocab_size": 4096, "context_window": WINDOW, "block_size": SIZE}
     bench = Bench(
-        make_model=lambda: FakeModel(vocab_size=4096, context_window=WINDOW, block_size=SIZE),
-        make_grammars=lambda: service,
-        grammars=GRAMMARS,
+        make_model=lambda: FakeModel(**fields), make_grammars=lambda: service, grammars=GRAMMARS
     )
-    quantized = dataclasses.replace(
-        bench,
-        make_model=lambda: QuantizedFake(
-            "block", vocab_size=4096, context_window=WINDOW, block_size=SIZE
-        ),
-    )
+    quantized = dataclasses.replace(bench, make_model=lambda: QuantizedFake("block", **fields))
     try:
         for index in range(scale(100)):
             rng = random.Random(f"guesses in grammars {seed} {index}")
@@ -304,7 +331,7 @@ def test_a_model_that_takes_chains_gets_chains(seed: int) -> None:
             super().__init__(context_window=WINDOW, block_size=SIZE)
             self.guesses = Guesses.CHAINS
 
-        def forward(self, batch):  # type: ignore[no-untyped-def]
+        def forward(self, batch: Batch) -> torch.Tensor:
             assert not any(span.branches for span in batch.spans)
             return super().forward(batch)
 
@@ -317,20 +344,8 @@ def test_a_model_that_takes_chains_gets_chains(seed: int) -> None:
 
 def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Request]) -> None:
     """Preempting, so that blocks are taken as they are needed, and not all before."""
-
-    class Wrong(KnowsTheAnswers):
-        def _tree(self, task: DraftTask) -> TokenTree:
-            return chain([VOCAB - 1] * 9, [0.5**i for i in range(9)])
-
     request = make_request("r", [1, 2, 3], max_tokens=12)
-    expected = undisturbed([request])
-    config = EngineConfig(
-        num_blocks=40, preemption="recompute", speculation=SpeculationConfig(always=True)
-    )
-    proposer = Wrong(random.Random(0), expected, VOCAB)
-    engine = LLMEngine(
-        config, FakeModel(context_window=WINDOW, block_size=SIZE), proposers=[proposer]
-    )
+    engine = LLMEngine(CONFIG, _model(), proposers=[Same(*[VOCAB - 1] * 9)])
     engine.submit(request)
     token_ids: list[int] = []
     for event in all_events(engine):
@@ -338,31 +353,22 @@ def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Reques
         if not event.is_request_over:
             num_tokens = len(request.prompt_token_ids) + len(token_ids)
             assert len(engine.block_ids("r")) == -(-num_tokens // SIZE)
-    assert tuple(token_ids) == expected["r"][0][0]
+    assert tuple(token_ids) == undisturbed([request])["r"][0][0]
     assert _counts(engine)[0] > 20
 
 
 def test_the_proposer_forgets_who_is_gone(make_request: Callable[..., Request]) -> None:
-    rng = random.Random(3)
     requests = [make_request(f"r{index}", [1, 2, 3], max_tokens=6) for index in range(3)]
-    expected = undisturbed(requests)
-    proposer = KnowsTheAnswers(rng, expected, VOCAB)
-    engine = LLMEngine(
-        EngineConfig(num_blocks=40),
-        FakeModel(context_window=WINDOW, block_size=SIZE),
-        proposers=[proposer],
-    )
+    proposer = KnowsTheAnswers(random.Random(3), undisturbed(requests), VOCAB)
+    engine = LLMEngine(EngineConfig(num_blocks=40), _model(), proposers=[proposer])
     for request in requests:
         engine.submit(request)
         engine.step()
         engine.step()
         if request.request_id == "r1":
             engine.abort("r1")
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-        live = {name for name, _ in proposer.known}
-        assert "r1" not in live
+    for _ in all_events(engine):
+        assert "r1" not in {name for name, _ in proposer.known}
 
 
 class _Wide:
@@ -379,7 +385,7 @@ class _Wide:
             right = self._answer[len(task.token_ids) - task.num_prompt_tokens]
             wrong = [token_id for token_id in range(1, VOCAB) if token_id != right][:3]
             tree = merge([chain([one], [0.1]) for one in [*wrong, right]])
-            drafts.append(Draft(tree.best(task.num_nodes), {}))
+            drafts.append(Draft(tree.best(min(task.num_nodes, 4)), {}))
         return drafts
 
     def forget(self, key: Key) -> None:
@@ -393,21 +399,12 @@ def test_what_is_left_of_a_text_bounds_depth_and_not_width(
     make_request: Callable[..., Request],
 ) -> None:
     """Three tokens: the second one's guess may be one deep and four wide, and brings the third."""
-    model = FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE)
-    prompt = [1, 2, 3]
-    answer = model.generate(prompt, 3)
-    config = EngineConfig(
-        num_blocks=32,
-        max_num_tokens_per_step=64,
-        speculation=SpeculationConfig(max_num_nodes=4, always=True),
-    )
-    engine = LLMEngine(config, model, proposers=[_Wide(answer)])
-    engine.submit(make_request("r", prompt, max_tokens=3))
-    found: list[list[int]] = []
-    while engine.has_work():
-        found.append([one for event in engine.step().events for one in event.token_ids])
-    assert found == [answer[:1], answer[1:]]
-    engine.check_integrity()
+    model = _model()
+    answer = model.generate([1, 2, 3], 3)
+    speculation = SpeculationConfig(max_num_nodes=4, always=True)
+    engine = LLMEngine(replace(CONFIG, speculation=speculation), model, proposers=[_Wide(answer)])
+    engine.submit(make_request("r", [1, 2, 3], max_tokens=3))
+    assert [tokens_of(output.events) for output in all_steps(engine)] == [answer[:1], answer[1:]]
 
 
 def test_no_slot_lies_beyond_the_context_window(make_request: Callable[..., Request]) -> None:
@@ -418,44 +415,14 @@ def test_no_slot_lies_beyond_the_context_window(make_request: Callable[..., Requ
             assert all(span.end <= WINDOW for span in batch.spans)
             return super().forward(batch)
 
-    model = Narrow(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE)
     prompt = [1 + token_id % 50 for token_id in range(WINDOW - 5)]
-    num_tokens = 5
-    answer = FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE).generate(
-        prompt, num_tokens
-    )
-    config = EngineConfig(
-        num_blocks=4 * WINDOW // SIZE,
-        max_num_tokens_per_step=2 * WINDOW,
-        preemption="recompute",  # blocks are not taken beforehand, which would bound them, too
-        speculation=SpeculationConfig(max_num_nodes=4, always=True),
-    )
+    answer = _model().generate(prompt, 5)
+    # Preempting: blocks are not taken beforehand, which would bound them, too.
+    config = replace(CONFIG, max_num_tokens_per_step=2 * WINDOW)
+    model = Narrow(context_window=WINDOW, block_size=SIZE)
     engine = LLMEngine(config, model, proposers=[_Wide(answer)])
-    engine.submit(make_request("r", prompt, max_tokens=num_tokens, ignore_eos=True))
-    found: list[int] = []
-    while engine.has_work():
-        for event in engine.step().events:
-            found += event.token_ids
-    assert found == answer
-    engine.check_integrity()
-
-
-ALWAYS = SpeculationConfig(always=True)
-CONFIG = EngineConfig(num_blocks=40, preemption="recompute", speculation=ALWAYS)
-
-
-class Right(KnowsTheAnswers):
-    """Three tokens of the answer, each time."""
-
-    def _tree(self, task: DraftTask) -> TokenTree:
-        name, index = task.key
-        done = len(task.token_ids) - task.num_prompt_tokens
-        rest = self._expected[name][index][0][done : done + 3]
-        return chain(rest, [0.9**place for place in range(1, len(rest) + 1)])
-
-
-def _model(**fields: Any) -> FakeModel:
-    return FakeModel(context_window=WINDOW, block_size=SIZE, **fields)
+    engine.submit(make_request("r", prompt, max_tokens=5, ignore_eos=True))
+    assert tokens_of(all_events(engine)) == answer
 
 
 def _right(request: Request) -> Right:
@@ -469,6 +436,18 @@ def _run(engine: LLMEngine) -> tuple[list[int], Exception | None]:
         token_ids += event.token_ids
         error = event.error or error
     return token_ids, error
+
+
+def _failing_at(number: int, real: Any) -> Any:
+    """Its call of this number, counted from 1."""
+    calls = itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return real(*args, **kwargs)
+
+    return failing
 
 
 @pytest.fixture
@@ -492,34 +471,28 @@ def test_a_policy_that_fails_after_kept_tokens(request_: Request) -> None:
     assert engine.metrics().num_kept_tokens > 0
 
 
-class Failing(Right):
-    """Its third call raises."""
-
-    num_asked = 0
-
-    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        self.num_asked += 1
-        if self.num_asked == 3:
-            raise ZeroDivisionError("third")
-        return super().propose(tasks)
-
-
 def test_a_proposer_that_fails_is_not_called_for_a_while(
-    request_: Request, caplog: pytest.LogCaptureFixture
+    request_: Request, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = undisturbed([request_])
-    proposer = Failing(random.Random(0), expected, VOCAB)
-    now_s = 0.0
+    expected, proposer, now_s = list(undisturbed([request_])["r"][0][0]), _right(request_), 0.0
+    asked: list[int] = []
+    real = _failing_at(3, proposer.propose)
+
+    def propose(tasks: Sequence[DraftTask]) -> list[Draft]:
+        asked.append(len(tasks))
+        return real(tasks)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(proposer, "propose", propose)
     engine = LLMEngine(CONFIG, _model(), proposers=[proposer], clock=lambda: now_s)
     engine.submit(request_)
-    assert _run(engine) == (list(expected["r"][0][0]), None)
-    assert proposer.num_asked == 3
+    assert _run(engine) == (expected, None)
+    assert len(asked) == 3
     assert "proposer knows has failed; it is called again in 60 s" in caplog.text
 
     now_s = manager.FIRST_BACKOFF_S
     engine.submit(request_)
-    assert _run(engine) == (list(expected["r"][0][0]), None)
-    assert proposer.num_asked > 4, "it is asked again, for the same tokens"
+    assert _run(engine) == (expected, None)
+    assert len(asked) > 4, "it is asked again, for the same tokens"
 
 
 def test_a_proposer_rests_longer_with_each_failure() -> None:
@@ -528,37 +501,19 @@ def test_a_proposer_rests_longer_with_each_failure() -> None:
     assert rests[-1] == manager.MAX_BACKOFF_S and rests == sorted(rests)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (SpeculationController, "on_outputs"),
-        (SpeculationController, "update_rates"),
-        (SpeculationController, "on_step"),
-    ],
-)
+@pytest.mark.parametrize("name", ["on_outputs", "update_rates", "on_step"])
 def test_what_fails_in_learning_costs_no_proposer(
-    request_: Request, caplog: pytest.LogCaptureFixture, owner: Any, name: str
+    request_: Request, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Once: proposers are asked in the steps after it, for the same tokens."""
-    plain = getattr(owner, name)
-    num_calls = 0
-
-    def failing(self: object, *arguments: Any, **named: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            raise ZeroDivisionError("second")
-        return plain(self, *arguments, **named)
-
     expected = undisturbed([request_])
-    proposer = _right(request_)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner, name, failing)
-        engine = LLMEngine(CONFIG, _model(), proposers=[proposer])
-        engine.submit(request_)
-        assert _run(engine) == (list(expected["r"][0][0]), None)
-    assert num_calls > 2 and "learnt anew" in caplog.text
-    assert engine._speculation is not None and engine._speculation.failed_proposers == set()
+    failing = _failing_at(2, getattr(SpeculationController, name))
+    monkeypatch.setattr(SpeculationController, name, failing)
+    engine = LLMEngine(CONFIG, _model(), proposers=[_right(request_)])
+    engine.submit(request_)
+    assert _run(engine) == (list(expected["r"][0][0]), None)
+    assert "learnt anew" in caplog.text
+    _check_none_has_failed(engine)
     # 20 tokens in steps of up to four: as many are kept as without the failure, but for one step's.
     assert engine.metrics().num_kept_tokens >= 9
 
@@ -602,9 +557,7 @@ def test_a_model_that_raises_leaves_no_block_for_guesses(request_: Request) -> N
 
 def test_a_guess_that_spoils_the_sums_of_its_neighbours(request_: Request) -> None:
     """Its KV is no number, and 0 times NaN is NaN: the request goes on without guesses."""
-
-    expected = undisturbed([request_])
-    answer = expected["r"][0][0]
+    answer = undisturbed([request_])["r"][0][0]
     bad = next(token_id for token_id in range(VOCAB) if token_id not in answer)
 
     class Spoiled(FakeModel):
@@ -614,14 +567,8 @@ def test_a_guess_that_spoils_the_sums_of_its_neighbours(request_: Request) -> No
                 logits[:] = float("nan")
             return logits
 
-    class Wrong(Right):
-        def _tree(self, task: DraftTask) -> TokenTree:
-            return chain([bad], [0.5])
-
-    proposer = Wrong(random.Random(0), expected, VOCAB)
-    engine = LLMEngine(
-        CONFIG, Spoiled(context_window=WINDOW, block_size=SIZE), proposers=[proposer]
-    )
+    model = Spoiled(context_window=WINDOW, block_size=SIZE)
+    engine = LLMEngine(CONFIG, model, proposers=[Same(bad)])
     engine.submit(request_)
     assert _run(engine) == (list(answer), None)
     assert engine.metrics().num_guessed_tokens == 1
@@ -732,45 +679,18 @@ def test_heads_on_a_model_that_several_ranks_share(
     assert not alive
 
 
-@dataclasses.dataclass(frozen=True)
-class _HeadsBench(Bench):
-    """Engines with some proposers, if there are any."""
-
-    proposers: tuple[Proposer, ...] = ()
-    always: bool = True
-
-    def engine(
-        self,
-        config: EngineConfig,
-        parking: object = None,
-        rng: random.Random | None = None,
-    ) -> LLMEngine:
-        if not self.proposers:
-            return super().engine(config, parking, rng)  # type: ignore[arg-type]
-        config = dataclasses.replace(
-            config, speculation=SpeculationConfig(max_num_nodes=9, always=self.always)
-        )
-        return LLMEngine(
-            config,
-            self.make_model(),
-            parking=parking,  # type: ignore[arg-type]
-            proposers=self.proposers,
-        )
-
-
-class _Spy:
+class _Spy(KnowsTheAnswers):
     """A HiddenStateProposer that compares what it sees with what a FakeModel makes of the same
     tokens, and guesses right and wrong ones."""
 
     name = "spy"
 
     def __init__(self, rng: random.Random, expected: Expected, scope: HiddenStateScope) -> None:
+        super().__init__(rng, expected, VOCAB)
         self.hidden_state_scope = scope
         self.aux_layers = (1, 3) if scope is HiddenStateScope.ALL else ()
         self.places: dict[Key, list[tuple[int, int]]] = {}
-        self._rng = rng
         self._model = FakeModel(context_window=WINDOW, block_size=4)
-        self._expected = expected
         self._ends: dict[Key, int] = {}
 
     def feed_hidden_states(self, computed: Sequence[HiddenStates]) -> None:
@@ -788,25 +708,10 @@ class _Spy:
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         for task in tasks:  # the newest token's own is not computed yet
             assert self._ends.get(task.key, 0) < len(task.token_ids)
-        return [Draft(self._tree(task).best(task.num_nodes), {}) for task in tasks]
-
-    def _tree(self, task: DraftTask) -> TokenTree:
-        rng = self._rng
-        answer = self._expected[task.key[0]][task.key[1]][0]
-        rest = answer[len(task.token_ids) - task.num_prompt_tokens :]
-        chains: list[TokenTree] = []
-        for _ in range(rng.randint(0, 3)):
-            wrong = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))]
-            path = list(rest[: rng.randint(0, 4)]) + wrong
-            if path:
-                chains.append(chain(path, sorted((rng.random() for _ in path), reverse=True)))
-        return merge(chains) if chains else EMPTY
+        return super().propose(tasks)
 
     def forget(self, key: Key) -> None:
         self._ends.pop(key, None)
-
-    def check_integrity(self) -> None:
-        pass
 
 
 def test_hidden_states_are_those_of_the_tokens_that_are_kept(
@@ -820,7 +725,7 @@ def test_hidden_states_are_those_of_the_tokens_that_are_kept(
         requests = workload(rng, bench)[:4]
         expected = undisturbed(requests, bench)
         spy = _Spy(rng, expected, wants)
-        engine = small_engine(rng, _HeadsBench(proposers=(spy,)))
+        engine = small_engine(rng, _guessing(bench, spy, may_launch=False))
         assert disturbed(engine, requests, rng, expected) == expected
         _check_none_has_failed(engine)
 
@@ -868,43 +773,11 @@ def test_a_step_that_failed_leaves_no_hidden_states() -> None:
     engine = LLMEngine(config, model, proposers=[spy])
     sampling = Sampling(max_tokens=20, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7), sampling, hasher()))
-    errors = [event.error for event in _events_of(engine) if event.error is not None]
+    errors = [event.error for event in all_events(engine) if event.error is not None]
     assert len(errors) == 1
     assert engine.metrics().num_guessed_tokens > 2
     _check_none_has_failed(engine)
     assert spy.places["r", 0][-1][1] <= 3 + 5
-
-
-def _events_of(engine: LLMEngine) -> Iterator[RequestOutput]:
-    while engine.has_work():
-        yield from engine.step().events
-
-
-def test_transformers_code_gives_what_its_head_takes(model: LoadedModel, target: Tiny) -> None:
-    """Of draws, and of all tokens; of a prompt, a decode and a tree in one step."""
-    memory = model.make_memory(12)
-    model.attach(memory)
-    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15]
-    model.forward(Batch(tuple(prompt), (TokenSpan(0, 9, (0, 1)),), (8,)))
-    tree = TokenSpan(9, 4, (0, 1), branches=(-1, 0, -1))
-    spans = (TokenSpan(0, 3, (2,)), tree)
-    batch = Batch((3, 4, 5, 20, 21, 22, 23), spans, (2, 3, 4, 5, 6), True, True)
-    model.forward(batch)
-    texts = [[3], [3, 4], [3, 4, 5], [*prompt, 20], [*prompt, 20, 21], [*prompt, 20, 21, 22]]
-    texts.append([*prompt, 20, 23])
-    with torch.inference_mode():
-        expected = torch.stack(
-            [
-                target.oracle.base_model(torch.tensor([own])).last_hidden_state[0, -1]
-                for own in texts
-            ]
-        )
-    every = model.every_hidden()
-    assert every is not None
-    torch.testing.assert_close(every, expected, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(model.hidden(), expected[2:], rtol=1e-3, atol=1e-3)
-    model.forward(dataclasses.replace(batch, wants_every_hidden=False))
-    assert model.every_hidden() is None
 
 
 def _own_decoder(info: ModelInfo) -> LoadedModel:
@@ -985,11 +858,9 @@ def test_workloads_with_heads_end_as_without(
         bench = Bench(make_model=lambda: target, size=size)
         requests = workload(rng, bench)[:2]
         expected = undisturbed(requests, bench)
-        guessing = _HeadsBench(
-            make_model=lambda: target,
-            size=size,
-            proposers=tuple(proposers),
-            always=rng.random() < 0.7,
+        first, *others = proposers
+        guessing = _guessing(
+            bench, first, others=tuple(others), always=rng.random() < 0.7, may_launch=False
         )
         engine = small_engine(rng, guessing)
         assert disturbed(engine, requests, rng, expected) == expected
@@ -1063,19 +934,7 @@ def _run_reader(
 ) -> list[int]:
     sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
     engine.submit(Request("r", prompt, sampling, hasher()))
-    token_ids = tokens_of(all_events(engine))
-    return token_ids
-
-
-def _third(real: Any) -> Any:
-    calls = itertools.count(1)
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 3:
-            raise torch.OutOfMemoryError("no memory on the device")
-        return real(*args, **kwargs)
-
-    return failing
+    return tokens_of(all_events(engine))
 
 
 def test_a_head_whose_pass_fails_costs_no_token_and_no_integrity(
@@ -1086,7 +945,7 @@ def test_a_head_whose_pass_fails_costs_no_token_and_no_integrity(
     config = dataclasses.replace(config, num_blocks=20, speculation=speculation)
     (head,) = load_heads(config, model)
     assert isinstance(head, EagleProposer)
-    monkeypatch.setattr(EagleProposer, "_pass", _third(EagleProposer._pass))
+    monkeypatch.setattr(EagleProposer, "_pass", _failing_at(3, EagleProposer._pass))
     engine = LLMEngine(config, model, proposers=[head])
     assert len(_run_reader(engine, 12, (5, 6, 7, 8))) == 12
     assert engine._speculation is not None and engine._speculation.failed_proposers == {0}
@@ -1133,7 +992,7 @@ def test_what_fails_behind_a_step_fails_its_proposers_and_loses_no_token(
     if name == "forget":
         monkeypatch.setattr(_Reader, "forget", lambda *_: _raise(MemoryError("none")))
     else:
-        monkeypatch.setattr(owner, name, _third(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, _failing_at(3, getattr(owner, name)))
     reader = _Reader()
     engine = _reader_engine(reader)
     assert _run_reader(engine) == expected
@@ -1156,31 +1015,16 @@ def test_what_a_reader_sees_is_its_own_seconds(monkeypatch: pytest.MonkeyPatch) 
             now += 1.0
             super().feed_hidden_states(computed)
 
-    def on_step(
-        self: SpeculationController,
-        rows: int,
-        seconds: float,
-        own_s: Any,
-        right: Any,
-        *,
-        beside_s: float,
-    ) -> None:
+    def on_step(*args: Any, beside_s: float) -> None:
+        _, _, seconds, own_s, _ = args
         assert seconds >= sum(own_s.values()) + beside_s
         found.append(dict(own_s))
-        real(self, rows, seconds, own_s, right, beside_s=beside_s)
+        real(*args, beside_s=beside_s)
 
     monkeypatch.setattr(SpeculationController, "on_step", on_step)
     _run_reader(_reader_engine(Slow(), clock=lambda: now))
     asked = [own_s[0] for own_s in found if own_s]
     assert len(asked) > 4 and set(asked) == {1.0}
-
-
-def test_no_embedding_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def normalize(*_: object, **__: object) -> None:
-        raise AssertionError("of no row")
-
-    monkeypatch.setattr(torch.nn.functional, "normalize", normalize)
-    assert len(_run_reader(_reader_engine(_Reader()))) == 8
 
 
 def _sample(name: str, num_computed: int, **request: Any) -> Any:

@@ -29,16 +29,6 @@ from tests.unit.engine.speculation.head_trees import (
 )
 
 
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    return random.Random(f"heads {seed}")
-
-
-@pytest.fixture
-def numbers(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed % 2**40)
-
-
 @pytest.mark.parametrize("has_projections", [True, False])
 def test_medusa_heads_guess_by_the_newest_hidden_state(
     *,

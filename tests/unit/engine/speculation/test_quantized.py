@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,24 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.proposer import DraftTask
-from engine.speculation.token_tree import TokenTree, chain
 from tests.harness.engines import all_events
 from tests.harness.quantized_fake import QuantizedFake
 from tests.harness.workloads import VOCAB, WINDOW, Bench, undisturbed
 from tests.unit.engine.speculation.test_manager import (
     Expected,
     KnowsTheAnswers,
+    Right,
+    Same,
     _counts,
 )
+
+SIZES: dict[str, Any] = {"context_window": WINDOW, "block_size": 4}
+
+
+def _expected(request: Request, scale: str = "block", size: int = 4) -> Expected:
+    fields = SIZES | {"block_size": size}
+    model = QuantizedFake(scale, **fields)
+    return undisturbed([request], Bench(make_model=lambda: model, size=size))
 
 
 def test_the_fake_tells_what_is_quantized_from_what_is_not(
@@ -31,13 +40,9 @@ def test_the_fake_tells_what_is_quantized_from_what_is_not(
 ) -> None:
     """Its tokens depend on where blocks end, but on no kind of scale."""
     request = make_request("r", range(1, 21), max_tokens=12)
-
-    def answer(scale: str, size: int) -> object:
-        model = QuantizedFake(scale, context_window=WINDOW, block_size=size)
-        return undisturbed([request], Bench(make_model=lambda: model, size=size))
-
-    assert answer("block", 4) == answer("tensor", 4) == answer("token_head", 4)
-    assert answer("block", 4) != answer("block", 16)
+    by_block = _expected(request)
+    assert by_block == _expected(request, "tensor") == _expected(request, "token_head")
+    assert by_block != _expected(request, size=16)
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
@@ -47,24 +52,14 @@ def test_an_accepted_run_ends_anywhere_in_a_block(
     """All that is guessed is right, and goes over a border between blocks, or several: a block that
     guesses fill is offered to others at once, and is what plain decoding makes of it."""
 
-    class Right(KnowsTheAnswers):
-        def _tree(self, task: DraftTask) -> TokenTree:
-            name, index = task.key
-            answer = self._expected[name][index][0]
-            done = len(task.token_ids) - task.num_prompt_tokens
-            path = answer[done : done + 2 * length]
-            return chain(path, [0.5**place for place in range(len(path))])
-
-    def make() -> QuantizedFake:
-        return QuantizedFake("block", context_window=WINDOW, block_size=4)
-
     request = make_request("r", [1, 2, 3], max_tokens=40)
-    expected = undisturbed([request], Bench(make_model=make, size=4))
-    config = EngineConfig(
-        num_blocks=40, speculation=SpeculationConfig(always=True, max_num_nodes=2 * length)
-    )
-    engine = LLMEngine(config, make(), proposers=[Right(random.Random(0), expected, VOCAB)])
-    plain = LLMEngine(EngineConfig(num_blocks=40), make())
+    expected = _expected(request)
+    speculation = SpeculationConfig(always=True, max_num_nodes=2 * length)
+    proposer = Right(random.Random(0), expected, VOCAB)
+    proposer.length = 2 * length
+    config = EngineConfig(num_blocks=40, speculation=speculation)
+    engine = LLMEngine(config, QuantizedFake("block", **SIZES), proposers=[proposer])
+    plain = LLMEngine(EngineConfig(num_blocks=40), QuantizedFake("block", **SIZES))
     content: list[list[bytes]] = []
     for one in (engine, plain):
         one.submit(request)
@@ -97,20 +92,11 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
                 logits[:] = float("nan")
             return logits
 
-    class Any(KnowsTheAnswers):
-        def _tree(self, task: DraftTask) -> TokenTree:
-            return chain([1, 2, 3], [0.5, 0.4, 0.3])
-
-    def expected_of(request: Request) -> Expected:
-        model = QuantizedFake("block", context_window=WINDOW, block_size=4)
-        return undisturbed([request], Bench(make_model=lambda: model, size=4))
-
     for length in range(1, 5):  # the prompt: then a first decode at any place of a block
         request = make_request("r", range(1, 1 + length), max_tokens=8)
-        expected = expected_of(request)
+        expected = _expected(request)
         config = EngineConfig(num_blocks=40, speculation=SpeculationConfig(always=True))
-        model = Poisoned("block", context_window=WINDOW, block_size=4)
-        engine = LLMEngine(config, model, proposers=[Any(random.Random(0), expected, VOCAB)])
+        engine = LLMEngine(config, Poisoned("block", **SIZES), proposers=[Same(1, 2, 3)])
         engine.submit(request)
         token_ids: list[int] = []
         for event in all_events(engine):
@@ -125,20 +111,14 @@ def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_gues
 ) -> None:
     """Its draws are tried although none is computed; its token fills a block, and there is nothing
     to compute again without."""
-
-    class Any(KnowsTheAnswers):
-        def _tree(self, task: DraftTask) -> TokenTree:
-            return chain([1, 2, 3], [0.5, 0.4, 0.3])
-
     request = make_request("r", [1, 2, 3], max_tokens=8, temperature=1.0)
     config = EngineConfig(
         num_blocks=WINDOW // 4,
         preemption="recompute",
         speculation=SpeculationConfig(always=True, acceptance="multi_step"),
     )
-    model = QuantizedFake("block", context_window=WINDOW, block_size=4)
-    proposer = Any(random.Random(0), {}, VOCAB)
-    engine = LLMEngine(config, model, proposers=[proposer])
+    model = QuantizedFake("block", **SIZES)
+    engine = LLMEngine(config, model, proposers=[Same(1, 2, 3)])
     engine.reserve(make_request("other", range(1, WINDOW - 4)))  # all blocks but one
     engine.submit(request)
     (first,) = engine.step().events
@@ -164,9 +144,8 @@ def test_a_step_that_fails_when_all_is_computed_is_computed_again(
             return logits
 
     request = make_request("r", range(1, 8), max_tokens=20)
-    model = QuantizedFake("block", context_window=WINDOW, block_size=4)
-    expected = undisturbed([request], Bench(make_model=lambda: model, size=4))
-    failing = Failing("block", context_window=WINDOW, block_size=4)
+    expected = _expected(request)
+    failing = Failing("block", **SIZES)
     proposer = KnowsTheAnswers(random.Random(1), expected, VOCAB)
     config = EngineConfig(
         num_blocks=40,

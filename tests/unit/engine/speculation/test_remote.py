@@ -59,6 +59,12 @@ def _peers(*channels: FakeDraftChannel) -> list[DraftPeer]:
     return [DraftPeer(channel) for channel in channels]
 
 
+def _met(*channels: FakeDraftChannel) -> tuple[RemoteProposer, list[DraftPeer], Clock]:
+    """A proposer that has met these workers."""
+    peers, clock = _peers(*channels), Clock()
+    return bench.remote(peers, clock), peers, clock
+
+
 def test_answers_are_the_plain_ones_in_fewer_steps(expected: tuple[bench.Outputs, int]) -> None:
     channels = [fake("a:1"), fake("b:1"), fake("c:1")]
     peers = _peers(*channels)
@@ -183,8 +189,7 @@ def _nonsense(rng: random.Random, answers: Sequence[DraftResponse]) -> Sequence[
 )
 def test_a_tree_that_is_none_is_not_used_and_its_worker_left_out(answer: DraftResponse) -> None:
     channel = fake("a:1")
-    peers, clock = _peers(channel), Clock()
-    proposer = bench.remote(peers, clock)
+    proposer, peers, clock = _met(channel)
     channel.spoil = lambda answers: [answer]
     (draft,) = proposer.propose([_task("r", [1, 2])])
     assert not len(draft.tree)
@@ -205,8 +210,7 @@ def test_a_worker_that_is_late_is_not_asked_meanwhile_and_rests_when_it_goes_on(
     where texts are new to it."""
     caplog.set_level(logging.INFO)
     channel = fake("a:1")
-    peers, clock = _peers(channel), Clock()
-    proposer = bench.remote(peers, clock)
+    proposer, peers, clock = _met(channel)
     channel.withholds = True
     for num in range(1, MAX_LATE + 1):
         (draft,) = proposer.propose([_task("r", [1, 2])])
@@ -234,8 +238,7 @@ def test_a_worker_that_is_late_is_not_asked_meanwhile_and_rests_when_it_goes_on(
 def test_one_that_never_answers_is_left_out_too() -> None:
     """Neither what it was asked, nor who it is."""
     channels = [fake("a:1"), fake("b:1")]
-    peers, clock = _peers(*channels), Clock()
-    proposer = bench.remote(peers, clock)
+    proposer, peers, clock = _met(*channels)
     tasks = [_task(f"r{index}", [1, 2]) for index in range(16)]
     for channel in channels:
         channel.withholds = True
@@ -256,7 +259,7 @@ def test_a_worker_that_goes_moves_no_sessions_but_its_own(
     num_sessions: int, num_workers: int, gone: int
 ) -> None:
     channels = [fake(f"{index}:1", by=bench.CountsOn()) for index in range(num_workers)]
-    proposer = bench.remote(_peers(*channels), Clock())
+    proposer, *_ = _met(*channels)
     tasks = [_task(f"r{index}", [1, 2]) for index in range(num_sessions)]
 
     def places() -> list[str]:
@@ -284,8 +287,7 @@ def test_who_moves_is_sent_whole_at_once_and_has_a_new_chance() -> None:
     small = SessionLimits(64, 2 * SESSION_BYTES, 16, 64)
     channels = [fake("a:1", small, by=bench.CountsOn()), fake("b:1", by=bench.CountsOn())]
     channels[1].is_away = True
-    peers, clock = _peers(*channels), Clock()
-    proposer = bench.remote(peers, clock)
+    proposer, peers, clock = _met(*channels)
     short, long = _task("short", [1, 2]), _task("long", [1] * 1000)
     drafts = proposer.propose([short, long])
     assert [len(draft.tree) > 0 for draft in drafts] == [True, False]
@@ -313,8 +315,7 @@ def test_a_worker_with_another_tokenizer_is_refused_by_name() -> None:
     with pytest.raises(LoadError, match="a:1 serves stranger, which has another tokenizer"):
         bench.remote(_peers(channel), Clock())
     channel.is_away = True
-    clock = Clock()
-    proposer = bench.remote(_peers(channel), clock)
+    proposer, _, clock = _met(channel)
     channel.is_away = False
     clock.now_s += FIRST_BACKOFF_S
     proposer.propose([_task("r", [1, 2])])
@@ -327,8 +328,7 @@ def test_a_worker_with_another_tokenizer_is_refused_by_name() -> None:
 
 def test_back_offs_double() -> None:
     channel = fake("a:1")
-    clock = Clock()
-    proposer = bench.remote(_peers(channel), clock)
+    proposer, _, clock = _met(channel)
     channel.is_away = True
     moments = []
     described = channel.describe
@@ -386,19 +386,6 @@ def test_laws_that_do_not_hold_are_told() -> None:
         proposer.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"draft_workers": ("nowhere",)}, "draft_workers: 'nowhere' is not host:port"),
-        ({"draft_workers": ("a:1", "a:1")}, "named twice"),
-        ({"draft_deadline_s": 0.0}, "draft_deadline_s"),
-    ],
-)
-def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SettingsError, match=problem):
-        SpeculationConfig(**fields)
-
-
 def test_who_cannot_connect_them_refuses_draft_workers_by_name() -> None:
     speculation = SpeculationConfig(draft_workers=("127.0.0.1:1",))
     config = EngineConfig(speculation=speculation)
@@ -418,19 +405,10 @@ def test_without_any_worker_there_is_plain_decoding(expected: tuple[bench.Output
     assert outputs(engine) == expected
 
 
-def _greedy_task(name: str, token_ids: Sequence[int]) -> DraftTask:
-    return DraftTask((name, 0), token_ids, 1, Sampling(max_tokens=9), 0, 6)
-
-
-def _peers_of(*channels: FakeDraftChannel) -> list[DraftPeer]:
-    return [DraftPeer(channel) for channel in channels]
-
-
 def test_a_text_without_room_is_not_sent_again_and_again_and_not_given_up() -> None:
     channel = fake("a:1", SessionLimits(64, 2 * SESSION_BYTES, 16, 8), by=bench.CountsOn())
-    clock = Clock()
-    proposer = bench.remote(_peers_of(channel), clock)
-    task = _greedy_task("r", [1] * 1000)
+    proposer, _, clock = _met(channel)
+    task = _task("r", [1] * 1000)
     sent = []
     for _ in range(8):
         for _ in range(3):
@@ -449,15 +427,15 @@ def test_a_text_without_room_is_not_sent_again_and_again_and_not_given_up() -> N
 def test_whole_texts_arrive_in_parts_and_hold_no_step_up() -> None:
     """Three new ones of different length beside one that is guessed for."""
     channels = [fake(f"{name}:1", by=bench.CountsOn()) for name in "ab"]
-    proposer = bench.remote(_peers_of(*channels), Clock())
+    proposer, *_ = _met(*channels)
     short = [5]
     texts = {"long": [1] * 20000, "other": [2] * 9000, "third": [3] * 40}
-    proposer.propose([_greedy_task("short", short)])
+    proposer.propose([_task("short", short)])
     guessed: dict[str, int] = {}
     for step in range(6):
         before = sum(channel.num_tokens_sent for channel in channels)
         short.append(6)
-        tasks = [_greedy_task(name, tokens) for name, tokens in {**texts, "short": short}.items()]
+        tasks = [_task(name, tokens) for name, tokens in {**texts, "short": short}.items()]
         drafts = proposer.propose(tasks)
         assert sum(channel.num_tokens_sent for channel in channels) - before <= MAX_NEW_TOKENS
         assert len(drafts[-1].tree), "what is known waits for nobody"
@@ -472,7 +450,7 @@ def test_whole_texts_arrive_in_parts_and_hold_no_step_up() -> None:
 
 def test_no_call_is_larger_than_one_may_be() -> None:
     """However many sequences: each is a part of the message, even without a new token."""
-    session, task = RemoteSession(0), _greedy_task("r", [1] * 9)
+    session, task = RemoteSession(0), _task("r", [1] * 9)
     session.num_sent = 9
     found = num_tokens_to_send([(session, task)] * (2 * MAX_NEW_TOKENS))
     assert sum(one is not None for one in found) == MAX_NEW_TOKENS
@@ -504,7 +482,7 @@ def test_more_live_sequences_than_a_worker_keeps_do_not_take_turns() -> None:
     for step in range(40):
         num_guessed = 0
         for proposer, own in zip(proposers, texts, strict=True):
-            tasks = [_greedy_task(f"r{place}", tokens) for place, tokens in enumerate(own)]
+            tasks = [_task(f"r{place}", tokens) for place, tokens in enumerate(own)]
             num_guessed += sum(len(draft.tree) > 0 for draft in proposer.propose(tasks))
             for tokens in own:
                 tokens.append(5)
@@ -517,6 +495,6 @@ def test_more_live_sequences_than_a_worker_keeps_do_not_take_turns() -> None:
     for place in range(10):
         proposers[0].forget((f"r{place}", 0))
     clock.now_s += MAX_BACKOFF_S
-    tasks = [_greedy_task(f"r{place}", tokens) for place, tokens in enumerate(texts[1])]
+    tasks = [_task(f"r{place}", tokens) for place, tokens in enumerate(texts[1])]
     proposers[1].propose(tasks)
     assert all(len(draft.tree) for draft in proposers[1].propose(tasks)), "there is room again"
