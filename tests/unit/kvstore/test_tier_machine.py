@@ -380,7 +380,7 @@ def test_a_long_life(seed: int, scale: Callable[[int], int]) -> None:
             torn = draw.choice(["", "data", "half data", "header"])
             machine.kill(draw.randrange(5), torn)
 
-    for _ in range(scale(50_000)):
+    for _ in range(scale(32_000)):
         step()
         machine.every_law_holds()
         machine.presence_is_prefix_closed()
