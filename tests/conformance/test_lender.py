@@ -13,14 +13,10 @@ import pytest
 
 from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from tests.harness.sources import LENDING, MAPPED, TTL_S, Lending, lending
-from tests.harness.store import BLOCK_BYTES, NewWorker, OnDevice, Worker
+from tests.harness.store import BLOCK_BYTES, NewWorker, OnDevice, Worker, name_of
 from tests.harness.waiting import until, within
 
 pytestmark = pytest.mark.oracle
-
-
-def name_of(transport: str) -> str:
-    return f"{transport}-device" if isinstance(transport, OnDevice) else transport
 
 
 @pytest.fixture
