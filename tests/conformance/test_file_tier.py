@@ -72,7 +72,7 @@ async def worker_of(new_worker: NewWorker, address: str, transport: str = "grpc"
 
 async def read(worker: Any, prompt: int) -> tuple[int, list[str]]:
     """Match, load and compare. Returns: how many blocks there were, and where each lay."""
-    matched = await worker.client.match(chain_of(f"p{prompt}", LENGTH), ttl_s=30, deadline=within())
+    matched = await worker.match(chain_of(f"p{prompt}", LENGTH))
     targets = list(range(40, 40 + len(matched.blocks)))
     worker.view[targets] = 0
     assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
@@ -287,9 +287,7 @@ async def test_two_who_want_the_same_blocks_share_one_reading(
         one, two = [await worker_of(new_worker, store.address, name) for name in ("shm", "grpc")]
         await fill(store, one, 12)
         hashes = chain_of("p0", LENGTH)
-        found = await asyncio.gather(
-            *(each.client.match(hashes, ttl_s=30, deadline=within()) for each in (one, two))
-        )
+        found = await asyncio.gather(*(each.match(hashes) for each in (one, two)))
         refs = [[(b.frame, b.generation) for b in matched.blocks] for matched in found]
         assert refs[0] == refs[1] and len(refs[0]) == LENGTH
         assert (await one.status()).num_promoted == LENGTH
@@ -304,9 +302,7 @@ async def test_memory_full_of_leases_gives_a_shorter_prefix(
         leases = []
         found = []
         for prompt in range(6):
-            matched = await worker.client.match(
-                chain_of(f"p{prompt}", LENGTH), ttl_s=30, deadline=within()
-            )
+            matched = await worker.match(chain_of(f"p{prompt}", LENGTH))
             leases.append(matched.lease_id)
             found.append(len(matched.blocks))
         assert found == [LENGTH] * 4 + [0, 0] and leases[4:] == ["", ""]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import serve, store_node, wire
+from kvstore import serve, store_node
 from kvstore.block_source import ChainToReserve
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
@@ -249,8 +249,8 @@ async def test_a_tail_travels_and_is_gone_with_its_lease(
     assert (await decode.status()).num_tails == 1
     # Whoever holds the handle may renew and release its lease.
     await decode.client.renew(put.lease_id, ttl_s=30, deadline=within())
-    assert await decode.client.release([put.lease_id, ""], deadline=within()) == 1
-    assert await decode.client.release([put.lease_id], deadline=within()) == 0
+    assert await decode.release(put.lease_id, "") == 1
+    assert await decode.release(put.lease_id) == 0
     status = await decode.status()
     assert (status.num_tails, status.num_committed, status.num_pinned) == (0, 2, 0)
     with pytest.raises(NotFound):
@@ -266,7 +266,7 @@ async def test_a_handle_is_pinned_as_far_as_it_holds(
     refs = [*put.refs, put.tail]
     lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
     assert num_pinned == 4
-    await worker.client.release([put.lease_id, lease_id], deadline=within())
+    await worker.release(put.lease_id, lease_id)
     lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
     assert num_pinned == 3  # the tail went with its last lease
     assert await worker.client.pin(refs[3:], ttl_s=5, deadline=within()) == ("", 0)
@@ -285,7 +285,7 @@ async def test_no_room_is_an_answer_not_an_error(
     assert put.not_stored == 6
     none = await worker.put(chain_of("b", 2), range(2))
     assert (none.refs, none.not_stored, none.num_bytes) == ((), 2, 0)
-    await worker.client.release([put.lease_id, none.lease_id], deadline=within())
+    await worker.release(put.lease_id, none.lease_id)
     status = await worker.status()
     assert (status.num_leases, status.num_pinned) == (0, 0)
 
@@ -301,13 +301,13 @@ async def test_eviction_under_pressure_keeps_what_is_used(
     for _ in range(40):
         name, length = f"p{draw.randrange(12)}", draw.randrange(1, 9)
         ids = [(int(name[1:]) * 3 + i) % 30 for i in range(length)]
-        matched = await worker.client.match(chain_of(name, length), ttl_s=30, deadline=within())
+        matched = await worker.match(chain_of(name, length))
         targets = list(range(30, 30 + len(matched.blocks)))
         assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
         assert np.array_equal(worker.view[targets], worker.view[ids[: len(targets)]])
         put = await worker.put(chain_of(name, length), ids)
         assert put.refs[: len(matched.blocks)] == matched.blocks
-        await worker.client.release([matched.lease_id, put.lease_id], deadline=within())
+        await worker.release(matched.lease_id, put.lease_id)
     status = await worker.status()
     assert status.num_evictions > 0
     assert await worker.get(kept.lease_id, kept.refs, range(40, 45)) == {}
@@ -340,7 +340,7 @@ async def test_many_workers_at_once_keep_every_law(
             refs = [*put.refs, *([put.tail] if put.tail else [])]
             await worker.get(put.lease_id, refs, range(30, 30 + len(refs)))
             if draw.random() < 0.7:
-                await worker.client.release([put.lease_id], deadline=within())
+                await worker.release(put.lease_id)
             assert await store.node.check_integrity() == ""
 
     await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
@@ -348,8 +348,7 @@ async def test_many_workers_at_once_keep_every_law(
         await worker.client.close()
     truth = store.node.store
     assert truth is not None
-    for lease in list(truth.leases):
-        truth.release([lease.lease_id], now_s=0.0)
+    truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
     await until(lambda: len(truth.quarantined) == 0 and len(truth.attachments) == 0)
     assert await store.node.check_integrity() == ""
     assert (truth.num_pinned(), truth.num_tails, len(truth.leases)) == (0, 0, 0)
@@ -364,22 +363,10 @@ async def test_bytes_read_are_told_once(
     puts = [await worker.put(chain_of(f"p{i}", 2), range(2)) for i in range(4)]
     for put in puts:
         assert await worker.get(put.lease_id, put.refs, [7, 8]) == {}
-    await asyncio.gather(
-        *(worker.client.release([put.lease_id], deadline=within()) for put in puts),
-        return_exceptions=False,
-    )
+    await asyncio.gather(*(worker.release(put.lease_id) for put in puts), return_exceptions=False)
     with pytest.raises(DeadlineExceeded):
         await worker.client.release(["x"], deadline=within(0.0))
     assert (await worker.status()).num_bytes_read == 8 * 5000
-
-
-async def report(worker: Any, refs: Any) -> int:
-    request = kvstore_pb2.ReportRequest(
-        attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
-    )
-    connection = worker.client._connection
-    reply = await connection.call(connection.stub.Report, request, within())
-    return int(reply.num_dropped)
 
 
 async def test_a_reported_block_is_dropped_only_if_it_is_bad(
@@ -389,18 +376,18 @@ async def test_a_reported_block_is_dropped_only_if_it_is_bad(
     worker = await new_worker(store.address, transport)
     put = await worker.put(chain_of("a", 6), range(6), tail=("t", 6, 3))
     refs = [*put.refs, put.tail]
-    assert await report(worker, refs) == 0
+    assert await worker.report(refs) == 0
     draw = random.Random(seed)
     assert store.node.slab is not None
     store.node.slab.block(refs[2].frame)[draw.randrange(5000)] ^= 1 << draw.randrange(8)
-    assert await report(worker, refs) == 4
+    assert await worker.report(refs) == 4
     failed = await worker.get(put.lease_id, refs, range(20, 27))
     assert failed == {2: "generation"}
-    matched = await worker.client.match(chain_of("a", 6), ttl_s=5, deadline=within())
+    matched = await worker.match(chain_of("a", 6))
     assert matched.blocks == put.refs[:2]
     status = await worker.status()
     assert (status.num_quarantined, status.num_committed) == (1, 6)
-    await worker.client.release([put.lease_id, matched.lease_id], deadline=within())
+    await worker.release(put.lease_id, matched.lease_id)
     status = await worker.status()
     assert (status.num_quarantined, status.num_committed, status.num_pinned) == (0, 2, 0)
     refused = {each.reason: each.num_blocks for each in status.refused}
@@ -451,7 +438,7 @@ async def test_a_worker_that_says_goodbye_is_gone(
     await worker.client.close()
     assert len(store.node.store.attachments) == 0
     with pytest.raises(Unavailable, match="closed"):
-        await worker.client.match([], ttl_s=1, deadline=within())
+        await worker.match([])
     await worker.client.close()  # twice is once
 
 
@@ -466,9 +453,9 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
         assert truth is not None
         await until(lambda: len(truth.attachments) == 1)
         with pytest.raises(Unavailable, match="attach again"):
-            await worker.client.match(chain_of("a", 1), ttl_s=1, deadline=within())
+            await worker.match(chain_of("a", 1))
         assert worker.client.broken is not None
-        await mapped.client.match(chain_of("a", 1), ttl_s=1, deadline=within())
+        await mapped.match(chain_of("a", 1))
 
 
 async def test_a_heartbeat_notices_another_life(
@@ -616,7 +603,7 @@ async def test_integrity_is_watched_in_the_background(
     node = truth.tree.find(put.refs[0].chain_hash)
     assert node is not None
     node.num_pins += 1
-    await worker.client.match([], ttl_s=1, deadline=within())
+    await worker.match([])
     await until(lambda: "pins" in store.node.integrity_error)
     status = await worker.client.status(deadline=within())
     assert "pins" in status.integrity_error
@@ -648,7 +635,7 @@ async def test_the_index_follows_the_store(
         assert (row.node_id, row.address) == (running.node.node_id, running.address)
         nodes = {row.node_id: row.incarnation}
         assert await lookup.lookup(chain_of("a", 9), nodes) == {row.node_id: 6}
-        await worker.client.release([put.lease_id], deadline=within())
+        await worker.release(put.lease_id)
         num_frames = worker.client.num_frames
         await worker.put(chain_of("b", num_frames - 2), [i % 48 for i in range(num_frames - 2)])
         await until(lambda: publisher.synced)

@@ -283,10 +283,7 @@ async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
 
 @pytest.mark.parametrize("what", ["reserve", "hold"])
 async def test_a_killed_worker_leaks_nothing(
-    store_settings: KvStoreSettings,
-    lone_worker: NewLoneWorker,
-    transport: str,
-    what: str,
+    store_settings: KvStoreSettings, lone_worker: NewLoneWorker, transport: str, what: str
 ) -> None:
     async with serve.running(store_settings) as running:
         passes = driven(running)
@@ -323,10 +320,7 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
 
 
 async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
-    store: serve.RunningStore,
-    new_worker: NewWorker,
-    lone_worker: NewLoneWorker,
-    tcp_only: None,
+    store: serve.RunningStore, new_worker: NewWorker, lone_worker: NewLoneWorker, tcp_only: None
 ) -> None:
     """The store reads those frames as long as the peer may take the bytes; then the peer dies."""
     writer = await new_worker(store.address, "nixl")
@@ -340,7 +334,7 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
     await paused(lone.process)
     outcome = await node.push(*args, "second", put.refs, range(20), 0.3)
     assert not outcome.terminal
-    await writer.client.release([put.lease_id], deadline=within())
+    await writer.release(put.lease_id)
     assert not node.close_push("second")
     assert truth.num_pinned() == 20
     assert await node.check_integrity() == ""
@@ -374,7 +368,7 @@ async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
     """A lapsed lease is no stalled store: that would take the store from everybody."""
     worker = await new_worker(store.address, "nixl")
     put = await worker.put(chain_of("a", 1), [0])
-    await worker.client.release([put.lease_id], deadline=within())
+    await worker.release(put.lease_id)
     rpc = worker.client._connection
     call = rpc.call
 

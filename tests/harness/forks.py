@@ -17,6 +17,7 @@ import json
 import os
 import random
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = ("kvstore.__main__", "kvstore.client", "numpy")
-START_S = 60.0
+START_S = 120.0
 _PR_SET_PDEATHSIG = 1
 _REQUEST_BYTES = 1 << 20
 
@@ -64,7 +65,7 @@ class Forked:
 async def start(*argv: str) -> Forked:
     """As `python argv`, which is `-m` with a module or the path of a script, and its arguments;
     with the environment of now."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     read_out, out = os.pipe()
     read_err, err = os.pipe()
     request = json.dumps({"argv": argv, "environment": dict(os.environ)}).encode()
@@ -100,47 +101,40 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 def _serve(control: socket.socket) -> None:
     for name in IMPORTS:
         importlib.import_module(name)
-    lives: dict[int, socket.socket] = {}
-
-    def reap(*_: Any) -> None:
-        while lives:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            with lives.pop(pid) as life, contextlib.suppress(OSError):
-                life.send(b"%d" % os.waitstatus_to_exitcode(status))
-
-    signal.signal(signal.SIGCHLD, reap)
-    while True:
-        request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 3)
-        if not request:
-            return
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        life = socket.socket(fileno=fds[0])
-        pid = os.fork()
-        if not pid:
-            _run(json.loads(request), control, [life, *lives.values()], fds[1:])
-        for fd in fds[1:]:
-            os.close(fd)
-        lives[pid] = life
-        pid_fd = os.pidfd_open(pid)
-        socket.send_fds(life, [b"%d" % pid], [pid_fd])
-        os.close(pid_fd)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not control:
+                    pid, life = key.data
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    with life, contextlib.suppress(OSError):
+                        life.send(b"%d" % os.waitstatus_to_exitcode(status))
+                    continue
+                request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 3)
+                if not request:
+                    return
+                pid = os.fork()
+                if not pid:
+                    selector.close()
+                    _run(json.loads(request), control, fds)
+                pid_fd, life = os.pidfd_open(pid), socket.socket(fileno=fds.pop(0))
+                for fd in fds:
+                    os.close(fd)
+                socket.send_fds(life, [b"%d" % pid], [pid_fd])
+                selector.register(pid_fd, selectors.EVENT_READ, (pid, life))
 
 
-def _run(
-    request: dict[str, Any], control: socket.socket, others: list[socket.socket], fds: list[int]
-) -> None:
+def _run(request: dict[str, Any], control: socket.socket, fds: list[int]) -> None:
     """What was asked for, in the forked process. Never returns."""
     code: Any = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        for each in (control, *others):
-            each.close()
-        for fd, number in zip(fds, (1, 2), strict=True):
+        control.close()
+        os.close(fds[0])
+        for fd, number in zip(fds[1:], (1, 2), strict=True):
             os.dup2(fd, number)
             os.close(fd)
         os.environ.clear()
