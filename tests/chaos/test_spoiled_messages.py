@@ -8,7 +8,6 @@ ours, and none makes a worker write where it must not or use a wrong byte.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,8 +20,8 @@ from kvstore.client import PutResult
 from kvstore.slot_pool import SlotState
 from process.errors import BatonError
 from tests.harness.control_proxy import ControlProxy, Mischief
-from tests.harness.store import SETTINGS, Worker
-from tests.harness.waiting import until, within
+from tests.harness.store import SETTINGS, Worker, driven
+from tests.harness.waiting import within
 
 pytestmark = pytest.mark.chaos
 
@@ -212,17 +211,13 @@ def _chain(rng: random.Random) -> list[bytes]:
 
 
 async def _all_free(store: serve.RunningStore) -> None:
-    """No frame stays written or out of use, no lease is left, as time passes: ten seconds between
-    two looks."""
-    truth, ahead_s = store.node.store, 0.0
+    """No frame stays written or out of use, and no lease is left, as time passes."""
+    truth = store.node.store
     assert truth is not None
-    store.node._clock = lambda: time.monotonic() + ahead_s
 
     def is_free() -> bool:
-        nonlocal ahead_s
-        ahead_s += 10.0
         held = [truth.frames.count(state) for state in (SlotState.WRITING, SlotState.QUARANTINED)]
         return sum(held) == 0 and len(truth.leases) == 0
 
-    await until(is_free)
+    await driven(store)(is_free)
     assert await store.node.check_integrity() == ""

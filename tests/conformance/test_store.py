@@ -38,13 +38,17 @@ from tests.harness import forks
 from tests.harness.redis_server import RedisServer
 from tests.harness.store import (
     BLOCK_BYTES,
+    TRANSPORTS,
     LocalStore,
     NewStore,
     NewWorker,
+    OnDevice,
     Worker,
     anywhere,
     chain_of,
+    driven,
     local_store,
+    name_of,
 )
 from tests.harness.waiting import until, within
 
@@ -443,19 +447,19 @@ async def test_a_worker_that_says_goodbye_is_gone(
 
 
 async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
-    store_settings: KvStoreSettings, new_worker: NewWorker
+    store: LocalStore, new_worker: NewWorker
 ) -> None:
     """Over gRPC; a shared-memory worker is known by its lock instead."""
-    settings = dataclasses.replace(store_settings, attachment_ttl_s=1.0)
-    async with serve.running(settings) as running:
-        worker, mapped = [await new_worker(running.address, name) for name in ("grpc", "shm")]
-        truth = running.node.store
-        assert truth is not None
-        await until(lambda: len(truth.attachments) == 1)
-        with pytest.raises(Unavailable, match="attach again"):
-            await worker.match(chain_of("a", 1))
-        assert worker.client.broken is not None
-        await mapped.match(chain_of("a", 1))
+    worker, mapped = [
+        await new_worker(store.address, name, heartbeat_s=1000.0) for name in ("grpc", "shm")
+    ]
+    truth = store.node.store
+    assert truth is not None
+    await driven(store)(lambda: len(truth.attachments) == 1)
+    with pytest.raises(Unavailable, match="attach again"):
+        await worker.match(chain_of("a", 1))
+    assert worker.client.broken is not None
+    await mapped.match(chain_of("a", 1))
 
 
 async def test_a_heartbeat_notices_another_life(
@@ -484,7 +488,8 @@ async def test_nonsense_is_refused_by_field(
     assert (status.num_writing, status.num_leases, status.num_quarantined) == (0, 0, 0)
 
 
-@anywhere
+# A device's part in attaching is that the slab is locked for it.
+@pytest.mark.parametrize("transport", [*TRANSPORTS, OnDevice("shm")], ids=name_of)
 async def test_a_worker_that_leaves_while_attaching_does_not_take_the_slab_along(
     store: serve.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:

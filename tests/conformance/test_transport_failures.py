@@ -21,8 +21,8 @@ from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
 from tests.harness import forks
 from tests.harness.forks import Forked
-from tests.harness.store import NewStore, NewWorker, chain_of, paused
-from tests.harness.waiting import WAIT_S, Clock, until, within
+from tests.harness.store import NewStore, NewWorker, chain_of, driven, paused
+from tests.harness.waiting import WAIT_S, until, within
 
 LONE_WORKER = Path(__file__).parents[1] / "harness" / "lone_worker.py"
 
@@ -61,22 +61,6 @@ async def lone_worker() -> AsyncIterator[NewLoneWorker]:
 def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over CMA the memory of a stopped process is written all the same; between hosts it is TCP."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-
-
-def driven(store: serve.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Give the store, which nothing met yet, a clock of the test's own. Returns: a wait for a
-    condition, in which a second passes on that clock between two looks."""
-    clock = Clock()
-    store.node._clock = clock
-
-    async def passes(condition: Callable[[], bool]) -> None:
-        def look() -> bool:
-            clock.now_s += 1.0
-            return condition()
-
-        await until(look)
-
-    return passes
 
 
 # -- the store fails

@@ -36,7 +36,7 @@ from tests.harness import forks
 from tests.harness.fake_device import FakeDevice
 from tests.harness.forks import Forked
 from tests.harness.service_process import own_address
-from tests.harness.waiting import Gate, within
+from tests.harness.waiting import Clock, Gate, until, within
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -150,6 +150,22 @@ async def local_store(
         yield LocalStore(running.node, running.address, running.publisher, running.metrics_address)
         error = await running.node.check_integrity()
         assert law in error if law else not error
+
+
+def driven(store: serve.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Give the store a clock of the test's own. Returns: a wait for a condition, in which a second
+    passes on that clock between two looks."""
+    clock = Clock(store.node.now_s())
+    store.node._clock = clock
+
+    async def passes(condition: Callable[[], bool]) -> None:
+        def look() -> bool:
+            clock.now_s += 1.0
+            return condition()
+
+        await until(look)
+
+    return passes
 
 
 class HeldCopies:
