@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import IntegrityError
-from engine.request import FinishReason, State
+from engine.request import FinishReason, RequestState
 
 if TYPE_CHECKING:  # clients of an engine in another process import this module without torch
-    from engine.group import Group
     from engine.kv.cache_manager import KVCacheManager
+    from engine.sequence_group import Group
 
 STEP_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -184,7 +184,7 @@ class EngineStats:
     """Number of requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting,
     too, unless another sample runs."""
     num_preemptions: tuple[tuple[str, int], ...] = ()
-    """(cause, number of preemptions) since start (engine/preemptor.py)."""
+    """(cause, number of preemptions) since start (engine/preemption.py)."""
     num_computing_steps: int = 0
     """Number of steps that ran the model; other steps only returned outputs."""
     num_decode_tokens: int = 0
@@ -193,16 +193,16 @@ class EngineStats:
     """Seconds in steps that ran the model. Not compared, because no two runs take the same."""
 
 
-_RUNNING = (State.RUNNING, State.PREFILLING)
+_RUNNING = (RequestState.RUNNING, RequestState.PREFILLING)
 _WAITING = (
-    State.QUEUED,
-    State.WAITING_FOR_GRAMMAR,
-    State.WAITING,
-    State.PREEMPTED,
-    State.PARKED,
-    State.SWAPPING,
+    RequestState.QUEUED,
+    RequestState.WAITING_FOR_GRAMMAR,
+    RequestState.WAITING,
+    RequestState.PREEMPTED,
+    RequestState.PARKED,
+    RequestState.SWAPPING,
 )
-_PREEMPTED = frozenset({State.PREEMPTED, State.PARKED, State.SWAPPING})
+_PREEMPTED = frozenset({RequestState.PREEMPTED, RequestState.PARKED, RequestState.SWAPPING})
 
 
 @dataclass
@@ -244,10 +244,10 @@ def compute_stats(
         for group in (groups.values() if num_preemptions else ())
     )
     return EngineStats(
-        num_reserved=states[State.RESERVED],
+        num_reserved=states[RequestState.RESERVED],
         num_waiting=sum(states[state] for state in _WAITING),
         num_running=sum(states[state] for state in _RUNNING),
-        num_holding=states[State.HOLDING],
+        num_holding=states[RequestState.HOLDING],
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free + num_idle_blocks + cache_manager.num_draft_blocks,
         num_cached_blocks=pool.num_evictable,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.config import KvStoreSettings
@@ -52,7 +52,7 @@ class Hunt:
     """One writer, one reader, one store; and what was spoiled and found so far."""
 
     def __init__(
-        self, rng: random.Random, store: serve.RunningStore, writer: Worker, reader: Worker
+        self, rng: random.Random, store: store_process.RunningStore, writer: Worker, reader: Worker
     ) -> None:
         assert store.node.slab is not None
         self.rng = rng
@@ -157,7 +157,7 @@ async def hunt(rng: random.Random, transport: str) -> Any:
     settings = KvStoreSettings(
         capacity_bytes=NUM_FRAMES * 4096, integrity_interval_s=0.05, quarantine_grace_s=0.2
     )
-    async with serve.running(settings) as store:
+    async with store_process.running(settings) as store:
         writer = Worker(transport, BLOCK_BYTES, MAX_CHAIN, rng.randrange(2**31))
         reader = Worker(transport, BLOCK_BYTES, 2 * MAX_CHAIN, rng.randrange(2**31))
         await writer.attach(store.address)
@@ -274,7 +274,7 @@ async def test_flips_anywhere_in_the_slab_heal(transport: str, seed: int, scale:
 # -- pages of the file tier
 
 
-async def _demoted(store: serve.RunningStore, num_pages: int) -> None:
+async def _demoted(store: store_process.RunningStore, num_pages: int) -> None:
     """Until that many pages are in use and nothing moves."""
     async with asyncio.timeout(CALL_S):
         while True:
@@ -314,7 +314,7 @@ async def test_no_bad_page_is_used_in_this_life_or_the_next(
     earlier: list[list[bytes]] = []
     """Chains of earlier lives: what is left of them lies in pages only."""
     for life in range(max(3, scale(40))):
-        async with serve.running(settings) as store:
+        async with store_process.running(settings) as store:
             writer = Worker("shm", BLOCK_BYTES, MAX_CHAIN, seed + life)
             await writer.attach(store.address)
             try:

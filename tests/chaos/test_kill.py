@@ -23,7 +23,7 @@ import pytest
 from baton import ClusterConfig, LocalCluster, cli
 from baton.answers import Completion
 from baton.client import Client, SyncClient
-from baton.cluster.supervisor import ProcessInfo, State
+from baton.cluster.supervisor import ProcessInfo, ProcessState
 from baton.errors import BatonError, InvalidArgument
 from tests.conftest import LONG, TURN, third
 from tests.harness.adapters import merged, save_adapter
@@ -579,7 +579,7 @@ class _Kills:
             [
                 info.name
                 for info in self._cluster.processes.values()
-                if info.kind == "decode" and info.state is State.READY
+                if info.kind == "decode" and info.state is ProcessState.READY
             ]
         )
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from tests.harness.store import FINGERPRINT, SETTINGS, Worker
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _accuracy(trials: Sequence[Trial]) -> float:
 
 
 async def _measured(rng: random.Random, num_trials: int, salts: tuple[bytes, bytes]) -> float:
-    async with serve.running(_SETTINGS) as store:
+    async with store_process.running(_SETTINGS) as store:
         other = Worker("shm", BLOCK_BYTES, NUM_BLOCKS, 1)
         stranger = Worker("shm", BLOCK_BYTES, NUM_BLOCKS, 2)
         await other.attach(store.address)

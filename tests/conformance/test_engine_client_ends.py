@@ -20,15 +20,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from engine_client.interface import Ask, EngineClient, News
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
 from engine.request import Sampling
 from engine.testing.fake_model import FakeModel
-from engine_client import link, messages
+from engine_client import child_process_link, messages
 from engine_client.async_client import AsyncProcessClient
-from engine_client.base import Ask, EngineClient, News
 from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
 from engine_client.process_client import DataParallelClient, ProcessClient
@@ -182,7 +182,7 @@ def test_an_engine_that_was_idle_for_long_may_be_asked(
     """Its silence counts from the question on, not from what it said before."""
     odd.stats()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 86_400.0)
-    monkeypatch.setattr(link, "time", later)
+    monkeypatch.setattr(child_process_link, "time", later)
     (stats,) = odd.stats()
     assert stats.num_running == 0
     odd.check_integrity()

@@ -14,11 +14,11 @@ from typing import TextIO
 
 import numpy as np
 import pytest
+from kvstore.store_status import StoreMetrics
 
-from kvstore import serve
+from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
-from kvstore.status import StoreMetrics
 from process.errors import NoCapacity
 from tests.harness.huge_pool import HugePool
 from tests.harness.store import NewWorker, chain_of
@@ -116,7 +116,7 @@ async def test_a_store_without_pages_does_not_start(
         store_settings, slab_dir=str(folder), capacity_bytes=(NUM_PAGES + 1) * HUGE
     )
     with pytest.raises(NoCapacity, match="huge pages"):
-        async with serve.running(settings):
+        async with store_process.running(settings):
             raise AssertionError("it started")
 
 
@@ -127,7 +127,7 @@ async def test_blocks_travel_through_them(
     settings = dataclasses.replace(
         store_settings, slab_dir=str(folder), capacity_bytes=HUGE + HUGE // 2
     )
-    async with serve.running(settings) as store:
+    async with store_process.running(settings) as store:
         one, two = [await new_worker(store.address, transport) for _ in range(2)]
         slab = store.node.slab
         assert slab is not None and slab.num_bytes == 2 * HUGE

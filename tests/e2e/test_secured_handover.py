@@ -19,7 +19,7 @@ import grpc
 import psutil
 import pytest
 
-from baton import ClusterConfig, LocalCluster, api_key_file, certificates
+from baton import ClusterConfig, LocalCluster, api_key_file, development_certificates
 from baton.answers import Chunk, Completion
 from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
@@ -251,7 +251,7 @@ def test_nobody_outside_this_machine_can_connect_and_no_log_holds_a_key(
 def test_new_certificates_are_taken_up_by_a_running_cluster(cluster: LocalCluster) -> None:
     made = cluster.secured.certs
     assert made is not None
-    certificates.write(made.folder)
+    development_certificates.write(made.folder)
     with cluster.connect() as client:
         assert len(client.complete(PROMPT, max_tokens=4).token_ids) == 4
         status = client.status()  # asks each process over a new connection
@@ -263,7 +263,7 @@ async def test_a_worker_takes_the_other_role_while_it_streams(cluster: LocalClus
     other decode worker, and it serves as what it is told to be."""
     made = cluster.secured.certs
     assert made is not None
-    certificates.write(made.folder, flips=True)
+    development_certificates.write(made.folder, flips=True)
     async with Client(cluster.address, cluster.credentials) as client:
         for max_tokens in LENGTHS:
             asked = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0}

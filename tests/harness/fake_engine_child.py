@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import LoadError
-from engine_client import child
+from engine_client import engine_process
 
 if TYPE_CHECKING:
     import torch
@@ -70,4 +70,4 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LL
 if __name__ == "__main__":
     assert "torch" not in sys.modules, "it is imported when the client has said what to load"
     mode = sys.argv.pop(1)
-    child.run(make_engine)
+    engine_process.run(make_engine)

@@ -19,14 +19,14 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
+from kvstore.store_connection import HEARTBEAT_S
 
-from kvstore import block_hash, serve, status, wire
+from kvstore import block_hash, store_process, store_status, wire
 from kvstore.block_refs import Block
 from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
-from kvstore.connection import HEARTBEAT_S
-from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
+from kvstore.errors import StoreIntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
@@ -77,7 +77,7 @@ anywhere = pytest.mark.parametrize(
 """Each transport, wherever the worker's blocks lie."""
 
 
-class LocalStore(serve.RunningStore):
+class LocalStore(store_process.RunningStore):
     """A store in this process, and how tests damage what it holds."""
 
     @property
@@ -96,7 +96,7 @@ class LocalStore(serve.RunningStore):
 
     def row(self) -> inference_pb2.StoreStatus:
         """What the registry says about it."""
-        return status.store_status(self.node, self.address)
+        return store_status.store_status(self.node, self.address)
 
     def break_a_law_once(self, words: str) -> None:
         """At its next look after leases that lapsed."""
@@ -106,7 +106,7 @@ class LocalStore(serve.RunningStore):
 
         def broken(now_s: float) -> None:
             store.lapse = real  # type: ignore[method-assign]
-            raise IntegrityError(words)
+            raise StoreIntegrityError(words)
 
         store.lapse = broken  # type: ignore[method-assign]
 
@@ -146,13 +146,13 @@ async def local_store(
     settings: KvStoreSettings = SETTINGS, *, law: str = ""
 ) -> AsyncIterator[LocalStore]:
     """At the end every law holds, or the one is broken that the test broke."""
-    async with serve.running(settings) as running:
+    async with store_process.running(settings) as running:
         yield LocalStore(running.node, running.address, running.publisher, running.metrics_address)
         error = await running.node.check_integrity()
         assert law in error if law else not error
 
 
-def driven(store: serve.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
+def driven(store: store_process.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Give the store a clock of the test's own. Returns: a wait for a condition, in which a second
     passes on that clock between two looks."""
     clock = Clock(store.node.now_s())
@@ -419,7 +419,7 @@ class Worker:
 
     async def status(self) -> kvstore_pb2.GetStatusReply:
         status = await self.client.status(check_integrity=True, deadline=within())
-        assert status.integrity_error == ""
+        assert store_status.integrity_error == ""
         return status
 
 

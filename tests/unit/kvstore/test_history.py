@@ -8,12 +8,12 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore.block_history import MAX_EVENTS, BlockHistory
+from process.trace_spans import RecordingSpan, TraceContext
 
-from kvstore import history
+from kvstore import block_history
 from kvstore.block_refs import Block
-from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
-from process.spans import RecordingSpan, TraceContext
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 TRACE = TraceContext(0xA1, 0xB2, True)
@@ -85,7 +85,7 @@ def test_a_bad_page_is_damage_and_what_hangs_on_it_is_lost() -> None:
 def test_bad_bytes_found_in_memory_are_damage_too() -> None:
     bench = _Bench()
     nodes = bench.put_prompt(0, 3)
-    bench.store.note_read(history.REFUSED, _blocks(nodes[1:2]), "reader")
+    bench.store.note_read(block_history.REFUSED, _blocks(nodes[1:2]), "reader")
     bench.store.drop(_blocks(nodes[1:2]))
     assert bench.whats(0, 0) == ["written"]
     assert bench.whats(0, 1) == ["written", "refused", "damaged"]
@@ -125,8 +125,8 @@ def test_what_a_store_does_by_itself_is_in_the_history_and_in_no_trace() -> None
     assert bench.spans == [write] and not write.links
     ((_, past),) = bench.store.history.find(_hash(0, 0), 1)
     assert [(event.what, event.trace) for event in past.events] == [
-        (history.WRITTEN, TRACE),
-        (history.EVICTED, None),
+        (block_history.WRITTEN, TRACE),
+        (block_history.EVICTED, None),
     ]
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 12).map(lambda n: _hash(0, n)), max_size=5),
-            st.sampled_from([history.WRITTEN, history.VERIFIED]),
+            st.sampled_from([block_history.WRITTEN, block_history.VERIFIED]),
         ),
         max_size=60,
     )
@@ -179,6 +179,6 @@ def test_it_is_bounded_and_keeps_the_latest(news: list[tuple[list[bytes], str]])
 def test_the_oldest_events_of_one_block_are_forgotten() -> None:
     kept = BlockHistory(2)
     for _ in range(3 * MAX_EVENTS):
-        kept.note(history.VERIFIED, [_hash(0, 0)])
+        kept.note(block_history.VERIFIED, [_hash(0, 0)])
     ((_, past),) = kept.find(_hash(0, 0), 1)
     assert len(past.events) == MAX_EVENTS and past.num_events == 3 * MAX_EVENTS

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvstore.links import (
+from kvstore.link_quality import (
     MAX_BYTES,
     MAX_ROUNDS,
     SHM_FLOOR_SHARE,
     Link,
-    Rates,
+    LinkRates,
     judge,
     num_blocks_wanted,
 )
@@ -20,7 +19,7 @@ GB = 1e9
 
 
 def link(transport: str, write: float, read: float, copy: float = 8 * GB) -> Link:
-    return Link("node", "host:1", transport, 1, Rates(2**20, write, read, 0.001, copy))
+    return Link("node", "host:1", transport, 1, LinkRates(2**20, write, read, 0.001, copy))
 
 
 @pytest.mark.parametrize(

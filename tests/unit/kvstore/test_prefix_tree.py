@@ -8,13 +8,13 @@ import sys
 from itertools import chain
 
 import pytest
+from kvstore.block_changes import ChangeLog
+from kvstore.tenant_shares import POOL, TenantShares
 
 from kvstore import invariants
 from kvstore.block_refs import Block, Page
-from kvstore.change_log import ChangeLog
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.prefix_tree import PrefixTree, ShardedDict, TreeNode
-from kvstore.tenancy import POOL, TenantShares
 
 
 class _Builder:
@@ -66,21 +66,21 @@ def tree(build: _Builder) -> PrefixTree:
 
 def test_an_entry_needs_its_parent_and_comes_once(build: _Builder, tree: PrefixTree) -> None:
     a = build.add("a")
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         build.add("a")
     tree.remove(a)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         build.add("child", a)
     build.check()
 
 
 def test_only_leaves_without_a_page_can_be_removed(build: _Builder, tree: PrefixTree) -> None:
     above, below = build.chain("c", 2)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.remove(above)
     tree.set_page(above, Page(0, 0, 16))
     tree.remove(below)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.remove(above)
     tree.set_page(above, None)
     tree.remove(above)
@@ -89,7 +89,7 @@ def test_only_leaves_without_a_page_can_be_removed(build: _Builder, tree: Prefix
 
 def test_the_file_tier_is_prefix_closed_by_itself(build: _Builder, tree: PrefixTree) -> None:
     above, below = build.chain("c", 2)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.set_page(below, Page(0, 0, 16))
     tree.set_page(above, Page(0, 0, 16))
     tree.set_page(below, Page(1, 0, 16))
@@ -143,7 +143,7 @@ def test_a_removed_block_is_freed_without_the_garbage_collector(
 
 def test_unpinning_once_too_often_is_an_error(build: _Builder, tree: PrefixTree) -> None:
     a = build.add("a")
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         tree.unpin(a)
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 
 from kvstore import invariants
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 from kvstore.slot_pool import SlotPool
-from kvstore.tenancy import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
@@ -73,10 +73,10 @@ def test_the_account_notices_what_does_not_add_up() -> None:
     account.transfer_to(1, "a")
     invariants.run(invariants.check_account(account, pool))
     assert account.used == {"a": 2}
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         account.take(1, "b")
     pool.free(1)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(StoreIntegrityError):
         invariants.run(invariants.check_account(account, pool))
 
 
