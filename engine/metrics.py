@@ -21,11 +21,14 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.errors import IntegrityError
-from engine.kv.cache_manager import KVCacheManager
 from engine.request import FinishReason, RequestState
-from engine.sequence_group import Group
+
+if TYPE_CHECKING:  # clients of an engine in another process import this module without torch
+    from engine.kv.cache_manager import KVCacheManager
+    from engine.sequence_group import Group
 
 STEP_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),

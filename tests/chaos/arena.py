@@ -41,6 +41,7 @@ from tests.harness.cluster import (
     prompts,
     run_engine,
     single_engine,
+    streamed,
 )
 from tests.harness.control_proxy import ControlProxy
 
@@ -51,6 +52,7 @@ BUDGET_S = 30.0
 """Of each stream."""
 OVERRUN_S = 5.0
 MAX_TOKENS = 32
+OPTIONS: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "timeout_s": BUDGET_S}
 READY_S = 60.0
 IDLE_S = 90.0
 """Until nothing is held for anybody. What a lost message left behind ends with an attachment that
@@ -286,7 +288,7 @@ class Arena:
         started_s = time.monotonic()
         async with Client(self.cluster.address) as client:
             streams = [
-                asyncio.create_task(_stream(client, ask, event))
+                asyncio.create_task(streamed(client, ask.prompt, event, **OPTIONS, **ask.sampling))
                 for ask, event in zip(made.asks, made.began, strict=True)
             ]
             try:
@@ -337,26 +339,6 @@ class Arena:
         self.num_tokens_direct += sum(leg.num_tokens_direct for leg in legs)
         strange = made.reasons.keys() - self.tolerated - may_cause
         assert not strange, f"{strange} cannot come of what was done"
-
-
-async def _stream(client: Client, ask: Ask, began: asyncio.Event) -> Completion:
-    tokens: list[int] = []
-    last = None
-    async for chunk in client.generate(
-        list(ask.prompt),
-        max_tokens=MAX_TOKENS,
-        ignore_eos=True,
-        timeout_s=BUDGET_S,
-        **ask.sampling,
-    ):
-        tokens += chunk.token_ids
-        began.set()
-        last = chunk
-    assert last is not None and last.end is not None and last.end.provenance is not None
-    end = last.end
-    return Completion(
-        last.request_id, "", tuple(tokens), end.finish_reason, end.usage, end.provenance
-    )
 
 
 def _engine_sampling(ask: Ask) -> Sampling:

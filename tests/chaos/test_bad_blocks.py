@@ -79,7 +79,7 @@ class Hunt:
                 await self._read_spoiled(put)
         finally:
             self.past = (self.past + list(put.refs))[-4 * NUM_FRAMES :]
-            await self.writer.client.release([put.lease_id], deadline=within())
+            await self.writer.release(put.lease_id)
 
     async def _store_fresh(self, num_blocks: int) -> PutResult:
         rows = self.writer.view[:num_blocks]
@@ -119,10 +119,10 @@ class Hunt:
 
     async def _read_after_the_lease(self, put: PutResult) -> None:
         """The lease is over, and others have written into all frames since."""
-        await self.writer.client.release([put.lease_id], deadline=within())
+        await self.writer.release(put.lease_id)
         for _ in range(1 + NUM_FRAMES // MAX_CHAIN):
             flood = await self._store_fresh(MAX_CHAIN)
-            await self.writer.client.release([flood.lease_id], deadline=within())
+            await self.writer.release(flood.lease_id)
         failed = await self._read(put.lease_id, put.refs)
         assert failed == dict.fromkeys(range(len(put.refs)), LEASE_LAPSED)
         self._account(failed, len(put.refs))
@@ -217,14 +217,14 @@ async def test_bytes_that_change_while_they_are_read_are_never_used(
                 counted.update(failed.values())
                 if "generation" in failed.values():
                     # A reader reported it while it was bad, and the store has dropped it.
-                    await made.writer.client.release([put.lease_id], deadline=within())
+                    await made.writer.release(put.lease_id)
                     put = await made._store_fresh(MAX_CHAIN)
         finally:
             stop.set()
             spoiler.join(CALL_S)
         assert counted.keys() <= {"checksum", "generation"}
         assert counted["checksum"] > 0, "the spoiler never met a reader: the test tests nothing"
-        await made.writer.client.release([put.lease_id], deadline=within())
+        await made.writer.release(put.lease_id)
 
 
 @pytest.mark.parametrize("transport", ("shm", "grpc"))
@@ -246,7 +246,7 @@ async def test_flips_anywhere_in_the_slab_heal(transport: str, seed: int, scale:
             try:
                 failed = await made._read(put.lease_id, put.refs)
             finally:
-                await made.writer.client.release([put.lease_id], deadline=within())
+                await made.writer.release(put.lease_id)
             await made.reader.client.settle()
             num_read += MAX_CHAIN - len(failed)
             refused.update(failed.values())
@@ -344,14 +344,14 @@ async def _store_chain(
     root = block_hash.root_key(rng.randbytes(16), FINGERPRINT)
     chain = block_hash.chain(root, range(MAX_CHAIN * BLOCK_SIZE), BLOCK_SIZE)
     put = await writer.put(chain, range(MAX_CHAIN), deadline=within())
-    await writer.client.release([put.lease_id], deadline=within())
+    await writer.release(put.lease_id)
     truth |= {chain_hash: row.tobytes() for chain_hash, row in zip(chain, rows, strict=True)}
     return chain
 
 
 async def _read_back(writer: Worker, chain: list[bytes], truth: dict[bytes, bytes]) -> int:
     """Returns: how many blocks came; each is compared with what was written."""
-    matched = await writer.client.match(chain, ttl_s=30.0, deadline=within())
+    matched = await writer.match(chain)
     writer.view[:] = POISON
     items = list(zip(matched.blocks, range(MAX_CHAIN), strict=False))
     got = await writer.client.get_blocks(matched.lease_id, items, within())
@@ -359,7 +359,7 @@ async def _read_back(writer: Worker, chain: list[bytes], truth: dict[bytes, byte
     for block, row in items:
         assert block.chain_hash == chain[row]
         assert writer.view[row].tobytes() == truth[block.chain_hash]
-    await writer.client.release([matched.lease_id], deadline=within())
+    await writer.release(matched.lease_id)
     return len(items)
 
 

@@ -27,7 +27,7 @@ from baton.cluster.supervisor import ProcessInfo, ProcessState
 from baton.errors import BatonError, InvalidArgument
 from tests.conftest import LONG, TURN, third
 from tests.harness.adapters import merged, save_adapter
-from tests.harness.cluster import STORE_SIZE, Oracle, assert_idle, oracle, prompts
+from tests.harness.cluster import STORE_SIZE, Oracle, assert_idle, oracle, prompts, streamed
 from tests.harness.rolling import LONG_TOKENS, Load, asks
 
 pytestmark = [
@@ -43,6 +43,12 @@ KILL_BUDGET_S = 240.0
 """Of a request whose only decode worker is killed, and starts again beside everything else."""
 NUM_STREAMS = 8 if LONG else 5
 MAX_TOKENS = 64
+GREEDY: dict[str, Any] = {
+    "max_tokens": MAX_TOKENS,
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "timeout_s": BUDGET_S,
+}
 VICTIMS = ("store", "prefill-0", "prefill-1", "redis", "decode-0")
 ADAPTER_VICTIMS = ("prefill-0", "decode-0", "router", "redis")
 """A third of them in the short run. That a worker or Redis dies under a change, each time:
@@ -81,8 +87,7 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 def lone() -> Iterator[LocalCluster]:
     """One worker of each role, as by default, and as the chart's."""
     config = ClusterConfig(
-        port=0,
-        overrides=(STORE_SIZE, "worker.limits.lease_ttl_s=5.0", "router.times.max_step_s=6"),
+        port=0, overrides=(STORE_SIZE, "worker.limits.lease_ttl_s=5.0", "router.times.max_step_s=6")
     )
     with LocalCluster(config) as running:
         yield running
@@ -93,30 +98,6 @@ def reference() -> Oracle:
     return oracle(MODEL)
 
 
-async def _stream(
-    client: Client, prompt: Sequence[int], started: asyncio.Event, request_id: str = ""
-) -> Completion:
-    tokens: list[int] = []
-    last = None
-    async for chunk in client.generate(
-        list(prompt),
-        max_tokens=MAX_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        timeout_s=BUDGET_S,
-        request_id=request_id,
-    ):
-        tokens += chunk.token_ids
-        started.set()
-        last = chunk
-    assert last is not None and last.end is not None
-    end = last.end
-    assert end.provenance is not None
-    return Completion(
-        last.request_id, "", tuple(tokens), end.finish_reason, end.usage, end.provenance
-    )
-
-
 async def _disturbed(
     cluster: LocalCluster, wanted: Sequence[Sequence[int]], victim: str
 ) -> list[Completion | BaseException]:
@@ -124,7 +105,9 @@ async def _disturbed(
     began = time.monotonic()
     started = asyncio.Event()
     async with Client(cluster.address) as client:
-        streams = [asyncio.create_task(_stream(client, prompt, started)) for prompt in wanted]
+        streams = [
+            asyncio.create_task(streamed(client, prompt, started, **GREEDY)) for prompt in wanted
+        ]
         async with asyncio.timeout(BUDGET_S):
             await started.wait()
         await asyncio.to_thread(cluster.kill, victim)
@@ -174,7 +157,9 @@ async def test_a_prefill_worker_killed_before_its_answer_is_replaced(
         os.kill(pairs.processes["prefill-0"].pid, signal.SIGSTOP)
         try:
             streams = [
-                asyncio.create_task(_stream(client, prompt, started, request_id))
+                asyncio.create_task(
+                    streamed(client, prompt, started, request_id=request_id, **GREEDY)
+                )
                 for prompt, started, request_id in zip(wanted, has_token, request_ids, strict=True)
             ]
             # One ran to its end: by then the others were given to a worker long ago.

@@ -28,7 +28,6 @@ import pytest
 
 from kvstore import block_hash, store_process
 from tests.harness.store import FINGERPRINT, SETTINGS, Worker
-from tests.harness.waiting import within
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def _chain(salt: bytes, token_ids: Sequence[int]) -> list[bytes]:
 
 async def _store(worker: Worker, chain: list[bytes]) -> None:
     put = await worker.put(chain, range(NUM_BLOCKS))
-    await worker.client.release([put.lease_id], deadline=within())
+    await worker.release(put.lease_id)
 
 
 async def _trial(
@@ -70,11 +69,11 @@ async def _trial(
     await _store(other, _chain(salts[0], prompt if is_present else decoy))
     chain = _chain(salts[1], prompt)
     began_s = time.perf_counter()
-    matched = await stranger.client.match(chain, ttl_s=60.0, deadline=within())
+    matched = await stranger.match(chain)
     matched_s = time.perf_counter()
     put = await stranger.put(chain, range(NUM_BLOCKS))
     put_s = time.perf_counter()
-    await stranger.client.release([matched.lease_id, put.lease_id], deadline=within())
+    await stranger.release(matched.lease_id, put.lease_id)
     frames = [ref.frame for ref in put.refs]
     steps = [after - before for before, after in itertools.pairwise(frames)]
     generations = [ref.generation for ref in put.refs]

@@ -98,9 +98,7 @@ def workers_of(status: inference_pb2.GetClusterStatusReply) -> Workers:
     """One of each role."""
     by_role = {worker.role: worker for worker in status.workers}
     return Workers(
-        by_role["prefill"].address,
-        by_role["decode"].address,
-        by_role["prefill"].model_fingerprint,
+        by_role["prefill"].address, by_role["decode"].address, by_role["prefill"].model_fingerprint
     )
 
 

@@ -3,14 +3,13 @@ slabs in shared memory, real NIXL agents."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+from kvstore.store_connection import HEARTBEAT_S
 
 from kvstore.config import KvStoreSettings
-from kvstore.store_connection import HEARTBEAT_S
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from tests.harness.store import (
     BLOCK_BYTES,
@@ -18,28 +17,18 @@ from tests.harness.store import (
     SETTINGS,
     TRANSPORTS,
     LocalStore,
+    NewStore,
     NewWorker,
-    OnDevice,
     StoreProcess,
     Worker,
-    chain_of,
     local_store,
-    paused,
 )
 
 
-@pytest.fixture
-def pause() -> Callable[[asyncio.subprocess.Process], Awaitable[None]]:
-    return paused
-
-
-@pytest.fixture(
-    params=[*TRANSPORTS, *map(OnDevice, TRANSPORTS)],
-    ids=[*TRANSPORTS, *(f"{name}-device" for name in TRANSPORTS)],
-)
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    """Equal to its name, wherever the worker's blocks lie."""
-    return request.param
+    """The worker's blocks lie in host memory; where that matters, see `anywhere`."""
+    return str(request.param)
 
 
 @pytest.fixture
@@ -81,12 +70,12 @@ async def new_worker(seed: int) -> AsyncIterator[NewWorker]:
 
 
 @pytest.fixture
-async def new_store() -> AsyncIterator[Callable[..., Awaitable[StoreProcess]]]:
+async def new_store() -> AsyncIterator[NewStore]:
     """Start stores in processes of their own: new_store(settings)."""
     processes: list[StoreProcess] = []
 
-    async def make(settings: KvStoreSettings = SETTINGS) -> StoreProcess:
-        process = StoreProcess(settings)
+    async def make(settings: KvStoreSettings = SETTINGS, **options: bool) -> StoreProcess:
+        process = StoreProcess(settings, **options)
         processes.append(process)
         await process.start()
         return process
@@ -94,8 +83,3 @@ async def new_store() -> AsyncIterator[Callable[..., Awaitable[StoreProcess]]]:
     yield make
     for process in processes:
         await process.end()
-
-
-@pytest.fixture
-def chain() -> Callable[[str, int], list[bytes]]:
-    return chain_of

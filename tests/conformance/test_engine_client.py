@@ -17,19 +17,14 @@ from pathlib import Path
 
 import pytest
 import transformers
+from engine_client.interface import Ask, EngineClient, News
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.request import FinishReason, Sampling
-from engine_client.interface import Ask, EngineClient, News
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
-from process.errors import (
-    AlreadyExists,
-    BatonError,
-    DeadlineExceeded,
-    InvalidArgument,
-)
+from process.errors import AlreadyExists, BatonError, DeadlineExceeded, InvalidArgument
 from tests.conftest import LONG
 from tests.harness.adapters import save_adapter
 from tests.harness.engine_clients import KINDS as ALL_KINDS
@@ -247,7 +242,7 @@ def test_stop_strings_and_text(
 ) -> None:
     """Text ends at the stop string, nothing beyond it counts, and the engine is told to end."""
     llm = ClientLLM(client, tokenizer=tokenizer, template=template)
-    greedy = SamplingParams(temperature=0, max_tokens=60)
+    greedy = SamplingParams(temperature=0, max_tokens=30)
     (whole,) = llm.generate("Once upon a time", greedy, progress=False)
     assert whole.text.startswith(", there was")
     stop = whole.text[20:26]
@@ -258,7 +253,7 @@ def test_stop_strings_and_text(
     )
     assert (cut.text, cut.finish_reason) == (before, "stop_string")
     assert cut.samples[0].stop_string == stop
-    assert len(cut.token_ids) < 60 and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 30 and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert cut.usage.num_output_tokens == len(cut.token_ids)
     assert neighbour.text == whole.text
     with_stop = dataclasses.replace(params, include_stop_text=True)
@@ -270,7 +265,7 @@ def test_stop_strings_and_text(
 def test_a_sample_ends_alone(client: EngineClient, tokenizer: Tokenizer, seed: int) -> None:
     """One sample's stop string ends that one; the other goes on to the same tokens."""
     llm = ClientLLM(client, tokenizer=tokenizer)
-    params = SamplingParams(n=2, temperature=1.0, max_tokens=80, ignore_eos=True, seed=seed)
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=40, ignore_eos=True, seed=seed)
     (free,) = llm.generate("The dog", params, progress=False)
     first, second = free.samples
     # Somewhere early in the first, and not in the second.

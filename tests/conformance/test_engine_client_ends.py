@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -15,58 +16,55 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from engine_client.interface import Ask, EngineClient, News
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
 from engine.request import Sampling
 from engine.testing.fake_model import FakeModel
-from engine_client import messages
+from engine_client import child_process_link, messages
 from engine_client.async_client import AsyncProcessClient
 from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
-from engine_client.interface import Ask, EngineClient, News
-from engine_client.process_client import ProcessClient
-from process.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, Unavailable
-from tests.harness.engine_clients import AsyncFace, fake, make_client
+from engine_client.process_client import DataParallelClient, ProcessClient
+from process.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    Unavailable,
+)
+from tests.harness.engine_clients import fake
+from tests.harness.fake_engine_child import HANGS, TRIPS
+from tests.harness.waiting import block_until, until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = EngineConfig(num_blocks=8000, num_threads=1)
-IN_CHILDREN = ("process", "async", "data_parallel")
 BOUND_S = 60.0
-QUICK = ClientLimits(silence_timeout_s=1.0, stop_timeout_s=2.0)
 
 
-def make_ask(name: str, **sampling: object) -> Ask:
+def make_ask(name: str, num_prompt_tokens: int = 3, **sampling: object) -> Ask:
     fields = {"max_tokens": 15_000, "ignore_eos": True} | sampling
-    return Ask(name, (5, 6, 7), Sampling(**fields))  # type: ignore[arg-type]
+    prompt = tuple(range(5, 5 + num_prompt_tokens))
+    return Ask(name, prompt, Sampling(**fields))  # type: ignore[arg-type]
 
 
-@contextlib.contextmanager
-def started(
-    kind: str, mode: str = "fine", limits: ClientLimits | None = None
-) -> Iterator[EngineClient]:
-    """A client over children with a FakeModel; afterwards its processes are gone."""
-    client = make_client(kind, CONFIG, program=fake(mode), limits=limits)
-    processes = [psutil.Process(pid) for pid in pids(client)]
-    assert len(processes) == client.num_engines
-    try:
-        yield client
-    finally:
-        client.close()
-        if isinstance(client, AsyncFace):
-            client.end_loop()
-    assert_gone(processes)
+def pids(client: DataParallelClient | AsyncProcessClient) -> list[int]:
+    return [pid for pid in client.pids if pid is not None]
 
 
-def pids(client: EngineClient) -> list[int]:
-    return [pid for pid in client.pids if pid is not None]  # type: ignore[attr-defined]
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
+def assert_gone(*pids_of_children: int) -> None:
+    """A process that is gone has no entry; one that ends is waited for."""
+    processes = []
+    for pid in pids_of_children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(processes, timeout=BOUND_S)
     assert not alive
 
@@ -81,96 +79,124 @@ def wait_news(client: EngineClient, names: set[str], *, over: bool) -> list[News
     return news
 
 
-@pytest.mark.parametrize("kind", IN_CHILDREN)
-def test_a_killed_engine_fails_what_it_served(kind: str) -> None:
-    """SIGKILL in the middle of a generation. Other ranks go on; close comes twice, and last."""
-    with started(kind) as client:
-        for rank in range(client.num_engines):
-            client.submit(make_ask(f"on-{rank}"), rank=rank)
-        news = wait_news(client, {f"on-{rank}" for rank in range(client.num_engines)}, over=False)
-        os.kill(pids(client)[0], signal.SIGKILL)
-        news += wait_news(client, {"on-0"}, over=True)
-        (last,) = [n for n in news if n.is_over]
-        assert last.request_id == "on-0" and last.failure is not None
-        error = last.failure.to_error()
-        assert isinstance(error, Unavailable) and "signal 9" in str(error)
-        with pytest.raises(Unavailable, match="signal 9"):
-            client.submit(make_ask("after"), rank=0)
-        if client.num_engines == 1:
-            with pytest.raises(Unavailable, match="signal 9"):
-                client.submit(make_ask("after"))
-            with pytest.raises(Unavailable, match="signal 9"):
-                client.stats()
-        else:
-            client.submit(make_ask("short", max_tokens=4))
-            news += wait_news(client, {"short"}, over=True)
-            assert sum(len(n.token_ids) for n in news if n.request_id == "short") == 4
-            assert len(client.stats()) == 1
-            client.cancel("on-1")
-            if not any(n.is_over for n in news if n.request_id == "on-1"):
-                wait_news(client, {"on-1"}, over=True)
-            client.check_integrity()
-        client.close()
-        client.close()
+def wait_refused(client: EngineClient, rank: int, says: str) -> None:
+    """An engine that failed says so, and ends a moment later."""
+    names = map(str, itertools.count())
 
+    def is_refused() -> bool:
+        try:
+            client.submit(make_ask(next(names)), rank=rank)
+        except Unavailable as error:
+            assert says in str(error)
+            return True
+        return False
 
-def test_close_ends_what_is_live() -> None:
-    with started("async") as client:
-        client.submit(make_ask("live"))
-        wait_news(client, {"live"}, over=False)
-        client.close()
-        for refused in (lambda: client.submit(make_ask("x")), client.stats, client.check_integrity):
-            with pytest.raises(FailedPrecondition, match="closed"):
-                refused()
-        client.close()
-
-
-def test_a_stuck_engine_is_killed() -> None:
-    """It is alive and says nothing: only its silence shows that."""
-    with started("process", "stuck", QUICK) as client:
-        client.submit(make_ask("live"))
-        last = wait_news(client, {"live"}, over=True)[-1]
-        assert last.failure is not None and "said nothing for 1 s" in last.failure.message
+    block_until(is_refused, BOUND_S)
 
 
 @pytest.fixture(scope="module")
-def odd() -> Iterator[EngineClient]:
-    """Of an engine that takes its time to say how it is, and trips over another question."""
-    with started("process", "odd", ClientLimits(silence_timeout_s=4.0)) as client:
+def ranks() -> Iterator[DataParallelClient]:
+    """Three engines, of which each test ends one."""
+    limits = ClientLimits(stop_timeout_s=0.2)
+    with DataParallelClient(CONFIG, 3, program=fake("fine"), limits=limits) as client:
+        children = pids(client)
+        assert len(children) == client.num_engines == 3
         yield client
+        client.close()  # and once more
+    assert_gone(*children)
 
 
-def test_an_engine_that_was_idle_for_long_may_be_asked(odd: EngineClient) -> None:
+@pytest.mark.parametrize(
+    ("rank", "how", "kind", "says"),
+    [
+        (0, "killed", Unavailable, "signal 9"),
+        (1, "hangs", Unavailable, "said nothing for 300 s"),
+        (2, "trips", Internal, "RuntimeError: the model tripped"),
+    ],
+)
+def test_an_engine_that_ends_fails_what_it_served_and_the_others_go_on(
+    ranks: DataParallelClient,
+    rank: int,
+    how: str,
+    kind: type[BatonError],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGKILL in the middle of a generation; a step that never ends, which only its silence shows;
+    one that raises, whose words are told."""
+    beside = ["beside-1", "beside-2"] if how == "killed" else []
+    for other, name in enumerate(beside, 1):
+        ranks.submit(make_ask(name), rank=other)
+    ranks.submit(make_ask(how, {"hangs": HANGS, "trips": TRIPS}.get(how, 3)), rank=rank)
+    news = wait_news(ranks, {how, *beside}, over=False)
+    with monkeypatch.context() as patch:
+        if how == "killed":
+            os.kill(pids(ranks)[rank], signal.SIGKILL)
+        if how == "hangs":  # days pass between any two looks at the clock
+            days = itertools.count(0.0, 86_400.0)
+            patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: next(days)))
+        news += wait_news(ranks, {how}, over=True)
+    (last,) = [each for each in news if each.is_over]
+    assert last.request_id == how and last.failure is not None
+    assert says in last.failure.message and isinstance(last.failure.to_error(), kind)
+    wait_refused(ranks, rank, says)
+    assert_gone(pids(ranks)[rank])
+    if how == "trips":  # the last of them
+        for refused in (lambda: ranks.submit(make_ask("after")), ranks.stats):
+            with pytest.raises(Unavailable, match=r"no engine is alive: .*signal 9"):
+                refused()
+        return
+    for name in beside:
+        ranks.cancel(name)
+    wait_news(ranks, set(beside), over=True)
+    ranks.submit(make_ask(f"beside {how}", max_tokens=4))
+    news = wait_news(ranks, {f"beside {how}"}, over=True)
+    assert sum(len(each.token_ids) for each in news if each.request_id == f"beside {how}") == 4
+    assert len(ranks.stats()) == 2 - rank
+    ranks.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[ProcessClient]:
+    """Of an engine that takes its time to say how it is, and trips over another question."""
+    with ProcessClient(CONFIG, program=fake("odd")) as client:
+        children = pids(client)
+        yield client
+    assert_gone(*children)
+
+
+def test_a_question_that_trips_the_engine_ends_nothing_else(odd: ProcessClient) -> None:
+    odd.submit(make_ask("asked"))
+    wait_news(odd, {"asked"}, over=False)
+    with pytest.raises(Internal, match="RuntimeError: the question tripped"):
+        odd.adapters()
+    odd.check_integrity()
+    odd.cancel("asked")
+    last = wait_news(odd, {"asked"}, over=True)[-1]
+    assert last.failure is not None and last.failure.kind == "Cancelled"
+
+
+def test_an_engine_that_was_idle_for_long_may_be_asked(
+    odd: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its silence counts from the question on, not from what it said before."""
     odd.stats()
-    time.sleep(4.5)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 86_400.0)
+    monkeypatch.setattr(child_process_link, "time", later)
     (stats,) = odd.stats()
     assert stats.num_running == 0
     odd.check_integrity()
 
 
-def test_a_question_that_trips_the_engine_ends_nothing_else(odd: EngineClient) -> None:
+def test_close_ends_what_is_live(odd: ProcessClient) -> None:
+    """Last of these."""
     odd.submit(make_ask("live"))
     wait_news(odd, {"live"}, over=False)
-    with pytest.raises(Internal, match="RuntimeError: the question tripped"):
-        odd.adapters()
-    odd.check_integrity()
-    odd.cancel("live")
-    last = wait_news(odd, {"live"}, over=True)[-1]
-    assert last.failure is not None and last.failure.kind == "Cancelled"
-
-
-def test_a_failed_step_is_told_in_its_own_words() -> None:
-    """The exception of the model reaches the caller; the process ends."""
-    with started("process", "failing") as client:
-        client.submit(make_ask("live"))
-        last = wait_news(client, {"live"}, over=True)[-1]
-        assert last.failure is not None
-        assert isinstance(last.failure.to_error(), Internal)
-        assert "RuntimeError: the model tripped" in last.failure.message
-        for pid in pids(client):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                assert_gone([psutil.Process(pid)])
+    odd.close()
+    for refused in (lambda: odd.submit(make_ask("x")), odd.stats, odd.check_integrity):
+        with pytest.raises(FailedPrecondition, match="closed"):
+            refused()
+    odd.close()
 
 
 def test_a_failed_step_in_this_process() -> None:
@@ -192,9 +218,8 @@ def test_a_failed_step_in_this_process() -> None:
 
 
 def test_what_cannot_be_loaded_is_refused_in_one_line() -> None:
-    with pytest.raises(LoadError, match="no such bundled model") as caught:
-        ProcessClient(EngineConfig(model="baton-nothing"))
-    assert "\n" not in str(caught.value)
+    with pytest.raises(LoadError, match=r"^there is no such model$"):
+        ProcessClient(CONFIG, program=fake("refusing"))
     assert not _children()
 
 
@@ -208,18 +233,21 @@ def test_a_program_that_ends_at_once_is_no_engine() -> None:
     assert not _children()
 
 
-def _children() -> list[psutil.Process]:
-    """But for that of `odd`, which stays."""
-    engines = [each for each in psutil.Process().children() if "engine" in " ".join(each.cmdline())]
-    return [each for each in engines if "odd" not in each.cmdline()]
+def _children() -> list[str]:
+    """Command lines of engines that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return [each for each in found if "engine" in each]
 
 
 def test_a_client_that_is_dropped_takes_its_engine_with_it() -> None:
     client = ProcessClient(CONFIG, program=fake("fine"))
-    processes = [psutil.Process(pid) for pid in pids(client)]
+    children = pids(client)
     del client
     gc.collect()
-    assert_gone(processes)
+    assert_gone(*children)
 
 
 PARENT = """
@@ -227,6 +255,7 @@ import sys, time
 from engine.config import EngineConfig
 from engine_client.process_client import ProcessClient
 if __name__ == "__main__":
+    assert "torch" not in sys.modules, "only the engine needs it"
     end, *program = sys.argv[1:]
     client = ProcessClient(EngineConfig(num_blocks=8000), program=program)
     sys.stdout.write(f"{client.pids[0]}\\n")
@@ -247,23 +276,17 @@ def test_no_engine_outlives_its_parent(end: str) -> None:
     )
     with parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
+        child = int(parent.stdout.readline())
         if end == "stay":
-            assert child.is_running()
+            assert psutil.pid_exists(child)
             parent.kill()
         assert parent.wait(BOUND_S) == (-signal.SIGKILL if end == "stay" else 0)
-        assert_gone([child])
+        assert_gone(child)
 
 
 async def test_iterators_of_one_client_are_independent() -> None:
     """Several at once; one is left early, one is cancelled, one gives up waiting: the others go on,
-    and the engine keeps nothing. A start that is cancelled leaves no process."""
-    starting = asyncio.create_task(AsyncProcessClient.start(CONFIG, program=fake("fine")))
-    await asyncio.sleep(0.05)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert not _children()
+    and the engine keeps nothing. When it is killed they hear of it."""
     async with await AsyncProcessClient.start(CONFIG, program=fake("fine")) as client:
 
         async def leave() -> None:
@@ -297,6 +320,29 @@ async def test_iterators_of_one_client_are_independent() -> None:
         (stats,) = await client.stats()
         assert stats.num_waiting == stats.num_referenced_blocks == 0
         await client.check_integrity()
+        live = client.generate(make_ask("live"))
+        await anext(live)
+        children = pids(client)
+        os.kill(children[0], signal.SIGKILL)
+        with pytest.raises(Unavailable, match="signal 9"):
+            async for _ in live:
+                pass
+        with pytest.raises(Unavailable, match="signal 9"):
+            await anext(client.generate(make_ask("after")))
+        with pytest.raises(Unavailable, match="signal 9"):
+            await client.stats()
+    assert_gone(*children)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    limits = ClientLimits(stop_timeout_s=0.2)
+    start = AsyncProcessClient.start(CONFIG, program=fake("fine"), limits=limits)
+    starting = asyncio.create_task(start)
+    await until(_children)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not _children()
 
 
 LIARS = {
@@ -320,7 +366,7 @@ def test_a_child_that_breaks_the_rules_is_ended(lie: str) -> None:
         "time.sleep(3600)\n"
     )
     is_silent = lie == "silence"
-    limits = ClientLimits(start_timeout_s=2.0 if is_silent else BOUND_S, stop_timeout_s=0.2)
+    limits = ClientLimits(start_timeout_s=0.2 if is_silent else BOUND_S, stop_timeout_s=0.2)
     expected = DeadlineExceeded if is_silent else Unavailable
     with pytest.raises(expected):
         ProcessClient(CONFIG, program=(sys.executable, "-c", script), limits=limits)

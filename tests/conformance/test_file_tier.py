@@ -17,13 +17,19 @@ import pytest
 
 from process.errors import DeadlineExceeded, NoCapacity
 from tests.harness.file_tier import FileTierOf, StalledReads
-from tests.harness.store import SETTINGS, LocalStore, NewWorker, local_store
+from tests.harness.store import (
+    SETTINGS,
+    LocalStore,
+    NewStore,
+    NewWorker,
+    anywhere,
+    chain_of,
+    local_store,
+)
 from tests.harness.waiting import until, within
 
 pytestmark = pytest.mark.oracle
 
-Chain = Callable[[str, int], list[bytes]]
-NewStore = Callable[..., Any]
 Settings = Any  # a store's
 NUM_FRAMES = 32
 LENGTH = 8  # blocks of a prompt
@@ -45,15 +51,15 @@ def ids_of(prompt: int) -> list[int]:
     return [(prompt * 3 + i) % 40 for i in range(LENGTH)]
 
 
-async def put(worker: Any, chain: Chain, prompt: int) -> None:
-    done = await worker.put(chain(f"p{prompt}", LENGTH), ids_of(prompt))
+async def put(worker: Any, prompt: int) -> None:
+    done = await worker.put(chain_of(f"p{prompt}", LENGTH), ids_of(prompt))
     await worker.release(done.lease_id)
 
 
-async def fill(store: LocalStore, worker: Any, chain: Chain, num_prompts: int) -> None:
+async def fill(store: LocalStore, worker: Any, num_prompts: int) -> None:
     """Put more than fits into memory, at the pace of the disk, so that nothing is lost."""
     for prompt in range(num_prompts):
-        await put(worker, chain, prompt)
+        await put(worker, prompt)
         await FileTierOf(store).caught_up()
 
 
@@ -64,9 +70,9 @@ async def worker_of(new_worker: NewWorker, address: str, transport: str = "grpc"
     return worker
 
 
-async def read(worker: Any, chain: Chain, prompt: int) -> tuple[int, list[str]]:
+async def read(worker: Any, prompt: int) -> tuple[int, list[str]]:
     """Match, load and compare. Returns: how many blocks there were, and where each lay."""
-    matched = await worker.client.match(chain(f"p{prompt}", LENGTH), ttl_s=30, deadline=within())
+    matched = await worker.match(chain_of(f"p{prompt}", LENGTH))
     targets = list(range(40, 40 + len(matched.blocks)))
     worker.view[targets] = 0
     assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
@@ -75,39 +81,38 @@ async def read(worker: Any, chain: Chain, prompt: int) -> tuple[int, list[str]]:
     return len(targets), [block.tier.name for block in matched.blocks]
 
 
+@anywhere
 async def test_what_leaves_memory_comes_back_from_disk(
-    settings: Settings, new_worker: NewWorker, chain: Chain, transport: str
+    settings: Settings, new_worker: NewWorker, transport: str
 ) -> None:
     """Three times as much as the frames hold, all of it there, each byte right."""
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address, transport)
-        await fill(store, worker, chain, 12)
+        await fill(store, worker, 12)
         status = await worker.status()
         assert status.num_pages >= 96 and status.num_pages_used >= 96 - NUM_FRAMES // 2
         assert (status.num_evictions, status.num_pages_bad, status.file_tier_problem) == (0, 0, "")
         tiers: set[str] = set()
         for prompt in range(12):
-            num_blocks, lay = await read(worker, chain, prompt)
+            num_blocks, lay = await read(worker, prompt)
             assert num_blocks == LENGTH
             tiers |= set(lay)
-            assert await read(worker, chain, prompt) == (LENGTH, ["HOST"] * LENGTH)
+            assert await read(worker, prompt) == (LENGTH, ["HOST"] * LENGTH)
         assert tiers == {"HOST", "FILE"}
         status = await worker.status()
         assert status.num_promoted >= 96 - NUM_FRAMES and status.num_leases == 0
 
 
-async def test_the_next_life_uses_what_verifies(
-    settings: Settings, new_worker: NewWorker, chain: Chain
-) -> None:
+async def test_the_next_life_uses_what_verifies(settings: Settings, new_worker: NewWorker) -> None:
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store, worker, chain, 10)
+        await fill(store, worker, 10)
         in_pages = FileTierOf(store).names()
         await worker.client.close()
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
         assert set(await worker.listed()) == in_pages
-        found = [(await read(worker, chain, prompt))[0] for prompt in range(10)]
+        found = [(await read(worker, prompt))[0] for prompt in range(10)]
         assert sum(found) == len(in_pages)
         assert (await worker.status()).num_pages_bad == 0
 
@@ -116,7 +121,6 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
     settings: Settings,
     new_store: NewStore,
     new_worker: NewWorker,
-    chain: Chain,
     seed: int,
     scale: Callable[[int], int],
 ) -> None:
@@ -126,11 +130,11 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
     num_kept = 0
     for _ in range(scale(60)):
         worker = await worker_of(new_worker, process.address)
-        num_kept += sum([(await read(worker, chain, prompt))[0] for prompt in range(12)])
+        num_kept += sum([(await read(worker, prompt))[0] for prompt in range(12)])
 
         async def load(worker: Any) -> None:
             while True:
-                await put(worker, chain, draw.randrange(12))
+                await put(worker, draw.randrange(12))
 
         task = asyncio.create_task(load(worker))
         async with asyncio.timeout(30):  # from when on there is something to keep
@@ -142,51 +146,52 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
         await worker.client.close()
         await process.start()
     worker = await worker_of(new_worker, process.address)
-    num_kept += sum([(await read(worker, chain, prompt))[0] for prompt in range(12)])
+    num_kept += sum([(await read(worker, prompt))[0] for prompt in range(12)])
     assert num_kept > 0
     await worker.status()
 
 
+@anywhere
 async def test_a_flipped_byte_on_disk_costs_its_block_and_those_below(
-    settings: Settings, new_worker: NewWorker, chain: Chain, transport: str, seed: int
+    settings: Settings, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     draw = random.Random(seed)
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address, transport)
-        await fill(store, worker, chain, 12)
-        damaged = chain("p0", LENGTH)[3]
+        await fill(store, worker, 12)
+        damaged = chain_of("p0", LENGTH)[3]
         FileTierOf(store).flip_bit(damaged, draw.randrange(5000), draw.randrange(8))
-        assert (await read(worker, chain, 0))[0] == 3
+        assert (await read(worker, 0))[0] == 3
         status = await worker.status()
         assert (status.num_pages_bad, status.num_leases, status.num_pinned) == (1, 0, 0)
-        await put(worker, chain, 0)
-        assert (await read(worker, chain, 0))[0] == LENGTH
+        await put(worker, 0)
+        assert (await read(worker, 0))[0] == LENGTH
 
 
 async def test_bad_memory_is_never_written_to_disk(
-    settings: Settings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker
 ) -> None:
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await put(worker, chain, 0)
+        await put(worker, 0)
         tier = FileTierOf(store)
-        store.flip_bit(tier.in_memory_only(chain("p0", LENGTH)[5]), 7)
+        store.flip_bit(tier.in_memory_only(chain_of("p0", LENGTH)[5]), 7)
         for prompt in (1, 2, 3):
-            await put(worker, chain, prompt)
+            await put(worker, prompt)
             await tier.caught_up()
-        assert (await read(worker, chain, 0))[0] == 5
+        assert (await read(worker, 0))[0] == 5
         refused = {each.reason: each.num_blocks for each in (await worker.status()).refused}
         assert refused == {"checksum": 1}
 
 
 async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
-    settings: Settings, new_store: NewStore, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_store: NewStore, new_worker: NewWorker
 ) -> None:
     """The kernel refuses every further write of that process to a file."""
     process = await new_store(settings)
     worker = await worker_of(new_worker, process.address, "shm")
     for prompt in range(5):
-        await put(worker, chain, prompt)
+        await put(worker, prompt)
     async with asyncio.timeout(30):
         while not (await worker.status()).num_pages_used:
             await asyncio.sleep(0.01)
@@ -194,11 +199,11 @@ async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
     prompt = 5
     async with asyncio.timeout(30):
         while not (status := await worker.status()).file_tier_problem:
-            await put(worker, chain, prompt)
+            await put(worker, prompt)
             prompt += 1
     assert "file_tier_dir" in status.file_tier_problem and "tiered" in status.file_tier_problem
-    await put(worker, chain, 40)
-    assert await read(worker, chain, 40) == (LENGTH, ["HOST"] * LENGTH)
+    await put(worker, 40)
+    assert await read(worker, 40) == (LENGTH, ["HOST"] * LENGTH)
     async with asyncio.timeout(30):
         while (status := await worker.status()).num_pages:
             await asyncio.sleep(0.01)
@@ -210,19 +215,15 @@ async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
     [({"file_tier_bytes": 1 << 55}, "no room"), ({"file_tier_bytes": 10_000}, "holds no block")],
 )
 async def test_a_tier_that_cannot_be_made_is_named_in_the_status(
-    settings: Settings,
-    new_worker: NewWorker,
-    chain: Chain,
-    change: dict[str, Any],
-    why: str,
+    settings: Settings, new_worker: NewWorker, change: dict[str, Any], why: str
 ) -> None:
     async with local_store(dataclasses.replace(settings, **change)) as store:
         worker = await worker_of(new_worker, store.address)
         status = await worker.status()
         assert why in status.file_tier_problem and "file_tier_bytes" in status.file_tier_problem
         assert why in store.row().file_tier_problem
-        await put(worker, chain, 0)
-        assert await read(worker, chain, 0) == (LENGTH, ["HOST"] * LENGTH)
+        await put(worker, 0)
+        assert await read(worker, 0) == (LENGTH, ["HOST"] * LENGTH)
 
 
 async def test_a_folder_that_is_missing_is_refused_at_the_start(settings: Settings) -> None:
@@ -233,14 +234,11 @@ async def test_a_folder_that_is_missing_is_refused_at_the_start(settings: Settin
 
 
 async def test_another_frame_size_clears_the_file_and_the_log_says_so(
-    settings: Settings,
-    new_worker: NewWorker,
-    chain: Chain,
-    caplog: pytest.LogCaptureFixture,
+    settings: Settings, new_worker: NewWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store, worker, chain, 6)
+        await fill(store, worker, 6)
         await worker.client.close()
     async with local_store(settings) as store:
         worker = await new_worker(store.address, "grpc", block_bytes=6000)
@@ -250,26 +248,28 @@ async def test_another_frame_size_clears_the_file_and_the_log_says_so(
 
 
 async def test_a_match_waits_for_the_disk_no_longer_than_it_may(
-    settings: Settings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker
 ) -> None:
     """Late pages cost a shorter prefix, not the request; they are there for the next one."""
     one_thread = dataclasses.replace(settings, num_file_io_threads=1)
     async with local_store(one_thread) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store, worker, chain, 12)
+        await fill(store, worker, 12)
         tier = FileTierOf(store)
         with StalledReads(num_quick=3):
-            matched = await worker.client.match(chain("p0", LENGTH), ttl_s=30, deadline=within(3.0))
+            matched = await worker.client.match(
+                chain_of("p0", LENGTH), ttl_s=30, deadline=within(3.0)
+            )
             assert len(matched.blocks) == 3
             await worker.status()
             # What is cancelled, or gives up, leaves no lease behind.
-            task = asyncio.create_task(worker.match(chain("p2", LENGTH)))
+            task = asyncio.create_task(worker.match(chain_of("p2", LENGTH)))
             await until(lambda: tier.num_moving >= 2 * LENGTH - 3)
             task.cancel()
             await asyncio.wait([task])
             with contextlib.suppress(DeadlineExceeded):
                 late = await worker.client.match(
-                    chain("p1", LENGTH), ttl_s=30, deadline=within(0.05)
+                    chain_of("p1", LENGTH), ttl_s=30, deadline=within(0.05)
                 )
                 assert (late.blocks, late.lease_id) == ((), "")
 
@@ -277,46 +277,42 @@ async def test_a_match_waits_for_the_disk_no_longer_than_it_may(
             return tier.num_moving == 0 and (await worker.status()).num_leases == 1
 
         await until(is_idle)
-        assert (await read(worker, chain, 0))[0] == LENGTH
+        assert (await read(worker, 0))[0] == LENGTH
 
 
 async def test_two_who_want_the_same_blocks_share_one_reading(
-    settings: Settings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker
 ) -> None:
     async with local_store(settings) as store:
         one, two = [await worker_of(new_worker, store.address, name) for name in ("shm", "grpc")]
-        await fill(store, one, chain, 12)
-        hashes = chain("p0", LENGTH)
-        found = await asyncio.gather(
-            *(each.client.match(hashes, ttl_s=30, deadline=within()) for each in (one, two))
-        )
+        await fill(store, one, 12)
+        hashes = chain_of("p0", LENGTH)
+        found = await asyncio.gather(*(each.match(hashes) for each in (one, two)))
         refs = [[(b.frame, b.generation) for b in matched.blocks] for matched in found]
         assert refs[0] == refs[1] and len(refs[0]) == LENGTH
         assert (await one.status()).num_promoted == LENGTH
 
 
 async def test_memory_full_of_leases_gives_a_shorter_prefix(
-    settings: Settings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker
 ) -> None:
     async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store, worker, chain, 12)
+        await fill(store, worker, 12)
         leases = []
         found = []
         for prompt in range(6):
-            matched = await worker.client.match(
-                chain(f"p{prompt}", LENGTH), ttl_s=30, deadline=within()
-            )
+            matched = await worker.match(chain_of(f"p{prompt}", LENGTH))
             leases.append(matched.lease_id)
             found.append(len(matched.blocks))
         assert found == [LENGTH] * 4 + [0, 0] and leases[4:] == ["", ""]
         await worker.status()
         await worker.release(*leases)
-        assert (await read(worker, chain, 5))[0] == LENGTH
+        assert (await read(worker, 5))[0] == LENGTH
 
 
 async def test_many_workers_over_a_small_memory_keep_every_law(
-    settings: Settings, new_worker: NewWorker, chain: Chain, seed: int
+    settings: Settings, new_worker: NewWorker, seed: int
 ) -> None:
     async with local_store(settings) as store:
         workers = [
@@ -327,9 +323,9 @@ async def test_many_workers_over_a_small_memory_keep_every_law(
             for _ in range(40):
                 prompt = draw.randrange(12)
                 if draw.random() < 0.4:
-                    await put(worker, chain, prompt)
+                    await put(worker, prompt)
                 else:
-                    await read(worker, chain, prompt)
+                    await read(worker, prompt)
                 await worker.status()
 
         await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
@@ -338,9 +334,7 @@ async def test_many_workers_over_a_small_memory_keep_every_law(
         assert (status.num_leases, status.num_pinned, status.num_quarantined) == (0, 0, 0)
 
 
-async def test_tenants_are_charged_and_told(
-    settings: Settings, new_worker: NewWorker, chain: Chain
-) -> None:
+async def test_tenants_are_charged_and_told(settings: Settings, new_worker: NewWorker) -> None:
     shared = dataclasses.replace(settings, tenant_shares=("a=0.25",), file_tier_dir="")
     async with local_store(shared) as store:
         worker = await worker_of(new_worker, store.address)
@@ -348,7 +342,7 @@ async def test_tenants_are_charged_and_told(
             done = await worker.client.put_blocks(
                 None,
                 b"",
-                list(zip(chain(tenant, length), range(length), strict=True)),
+                list(zip(chain_of(tenant, length), range(length), strict=True)),
                 None,
                 60.0,
                 within(),

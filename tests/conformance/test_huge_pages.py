@@ -1,5 +1,6 @@
 """A store whose slab lies on real huge pages. Mounts some of its own, where it may; elsewhere these
-tests are skipped by name."""
+tests are skipped by name. The host's own huge pages stay, whatever the kernel grants: on a file of
+our own."""
 
 from __future__ import annotations
 
@@ -7,26 +8,24 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import numpy as np
 import pytest
+from kvstore.store_status import StoreMetrics
 
 from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
-from kvstore.store_status import StoreMetrics
 from process.errors import NoCapacity
 from tests.harness.huge_pool import HugePool
+from tests.harness.store import NewWorker, chain_of
 
 HUGE = 2 * 1024 * 1024
 NUM_PAGES = 24
 LIFE = b"i" * 16
-
-Chain = Callable[[str, int], list[bytes]]
-NewWorker = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +122,7 @@ async def test_a_store_without_pages_does_not_start(
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
 async def test_blocks_travel_through_them(
-    folder: Path,
-    store_settings: KvStoreSettings,
-    new_worker: NewWorker,
-    chain: Chain,
-    transport: str,
+    folder: Path, store_settings: KvStoreSettings, new_worker: NewWorker, transport: str
 ) -> None:
     settings = dataclasses.replace(
         store_settings, slab_dir=str(folder), capacity_bytes=HUGE + HUGE // 2
@@ -136,7 +131,7 @@ async def test_blocks_travel_through_them(
         one, two = [await new_worker(store.address, transport) for _ in range(2)]
         slab = store.node.slab
         assert slab is not None and slab.num_bytes == 2 * HUGE
-        put = await one.put(chain("a", 7), range(7))
+        put = await one.put(chain_of("a", 7), range(7))
         assert await two.get(put.lease_id, put.refs, range(20, 27)) == {}
         assert np.array_equal(two.view[20:27], one.view[:7])
         shown = {family.name: family for family in StoreMetrics(store.node, None).read()}
@@ -145,3 +140,44 @@ async def test_blocks_travel_through_them(
         (named,) = folder.iterdir()
         assert os.stat(named).st_size == 2 * HUGE
         await one.status()
+
+
+_OWN = 5
+"""Pages that the host has before any test asks."""
+
+
+class _Kernel(HugePool):
+    """Grants no more than it has room for, without an error."""
+
+    def __init__(self, file: Path, most: int) -> None:
+        super().__init__(file)
+        file.write_text(f"{_OWN}\n")
+        self._most = most
+
+    def _write(self, pool: TextIO, num_pages: int) -> None:
+        pool.truncate(0)
+        super()._write(pool, min(num_pages, self._most))
+
+
+@pytest.mark.parametrize(("most", "num_given"), [(100, 24), (17, 12), (_OWN, 0), (3, 0)])
+def test_only_what_was_given_is_given_back(tmp_path: Path, most: int, num_given: int) -> None:
+    file = tmp_path / "nr_hugepages"
+    pool = _Kernel(file, most)
+    assert pool.grow(24) == num_given
+    pool.shrink(num_given)
+    assert int(file.read_text()) == min(_OWN, most)
+
+
+def test_two_at_once_each_give_back_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "nr_hugepages"
+    pool = _Kernel(file, 40)
+    first, second = pool.grow(24), pool.grow(24)
+    assert (first, second) == (24, 11)
+    pool.shrink(first)
+    pool.shrink(second)
+    assert int(file.read_text()) == _OWN
+
+
+def test_where_there_is_no_pool_that_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nr_hugepages"):
+        HugePool(tmp_path / "nr_hugepages").grow(1)

@@ -13,14 +13,10 @@ import pytest
 
 from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from tests.harness.sources import LENDING, MAPPED, TTL_S, Lending, lending
-from tests.harness.store import BLOCK_BYTES, NewWorker, OnDevice, Worker
+from tests.harness.store import BLOCK_BYTES, NewWorker, OnDevice, Worker, name_of
 from tests.harness.waiting import until, within
 
 pytestmark = pytest.mark.oracle
-
-
-def name_of(transport: str) -> str:
-    return f"{transport}-device" if isinstance(transport, OnDevice) else transport
 
 
 @pytest.fixture
@@ -101,9 +97,9 @@ async def test_a_block_stays_while_it_is_read(
     """Its lease ends under the reader: the bytes are whole, and then the block is free; also of one
     that never takes what it asked for, by its deadline."""
     block_bytes = 4 * 2**20
-    async with lending(seed, block_bytes, 16) as lent:
+    async with lending(seed, block_bytes, 8) as lent:
         reader = await new_worker(lent.address, "grpc", block_bytes=block_bytes, num_blocks=1)
-        lease_id, blocks = await lent.lend(range(16))
+        lease_id, blocks = await lent.lend(range(8))
         call = reader.begin_reading(
             lease_id, blocks, chunk_bytes=2**20, timeout_s=2.0 if is_slow else 30.0
         )
@@ -111,7 +107,7 @@ async def test_a_block_stays_while_it_is_read(
         first = await anext(pieces)
         lent.take_back(lease_id)
         lent.check()
-        assert lent.num_lent == 16
+        assert lent.num_lent == 8
         if not is_slow:
             content = first.data + b"".join([piece.data async for piece in pieces])
             assert content == lent.view.tobytes()

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from process.errors import Unavailable
-from tests.harness.store import Calls, LocalStore, NewWorker
+from tests.harness.store import Calls, LocalStore, NewWorker, anywhere, chain_of
 
 pytestmark = pytest.mark.oracle
 
-Chain = Callable[[str, int], list[bytes]]
 
-
+@anywhere
 async def test_nobody_meets_the_same_bad_block_twice(
-    store: LocalStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: LocalStore, new_worker: NewWorker, transport: str
 ) -> None:
     """The store drops it and all below it, once its reader's lease is over; parents stay."""
     worker = await new_worker(store.address, transport)
-    hashes = chain("a", 6)
+    hashes = chain_of("a", 6)
     put = await worker.put(hashes, range(6))
     store.flip_bit(put.refs[3], 7)
     assert await worker.get(put.lease_id, put.refs, range(10, 16)) == {3: "checksum"}
@@ -41,12 +39,10 @@ async def test_nobody_meets_the_same_bad_block_twice(
     await worker.status()
 
 
-async def test_a_damaged_generation_is_repaired(
-    store: LocalStore, new_worker: NewWorker, chain: Chain
-) -> None:
+async def test_a_damaged_generation_is_repaired(store: LocalStore, new_worker: NewWorker) -> None:
     """Of every 64 bits one flips: the block is refused once, and read again after the report."""
     worker = await new_worker(store.address, "shm")
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     for bit in range(64):
         store.flip_generation(put.refs[1], bit)
         assert await worker.get(put.lease_id, put.refs, range(10, 13)) == {1: "generation"}
@@ -58,12 +54,10 @@ async def test_a_damaged_generation_is_repaired(
     await worker.release(put.lease_id)
 
 
-async def test_a_stale_reference_repairs_nothing(
-    store: LocalStore, new_worker: NewWorker, chain: Chain
-) -> None:
+async def test_a_stale_reference_repairs_nothing(store: LocalStore, new_worker: NewWorker) -> None:
     """The reader names an earlier life of the frame: the store has nothing to mend."""
     worker = await new_worker(store.address, "shm")
-    put = await worker.put(chain("a", 1), range(1))
+    put = await worker.put(chain_of("a", 1), range(1))
     stale = dataclasses.replace(put.refs[0], generation=put.refs[0].generation + 2)
     assert await worker.get(put.lease_id, [stale], [10]) == {0: "generation"}
     await worker.client.settle()
@@ -72,26 +66,24 @@ async def test_a_stale_reference_repairs_nothing(
     await worker.release(put.lease_id)
 
 
-async def test_a_wrong_complaint_costs_no_block(
-    store: LocalStore, new_worker: NewWorker, chain: Chain
-) -> None:
+async def test_a_wrong_complaint_costs_no_block(store: LocalStore, new_worker: NewWorker) -> None:
     """The reader's ref was wrong, the store's bytes are right: they stay."""
     worker = await new_worker(store.address, "shm")
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     wrong = dataclasses.replace(put.refs[1], checksum=put.refs[1].checksum ^ 1)
     assert await worker.get(put.lease_id, [wrong], [10]) == {0: "checksum"}
     await worker.client.settle()
-    matched = await worker.match(chain("a", 3))
+    matched = await worker.match(chain_of("a", 3))
     assert matched.blocks == put.refs
     await worker.release(put.lease_id, matched.lease_id)
 
 
 async def test_complaints_share_calls_and_none_is_lost(
-    store: LocalStore, new_worker: NewWorker, chain: Chain
+    store: LocalStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, "shm")
     client = worker.client
-    put = await worker.put(chain("a", 8), range(8))
+    put = await worker.put(chain_of("a", 8), range(8))
     calls = Calls(worker, "Report")
     for ref in put.refs:
         wrong = dataclasses.replace(ref, checksum=ref.checksum ^ 1)
@@ -107,11 +99,11 @@ async def test_complaints_share_calls_and_none_is_lost(
 
 
 async def test_a_store_that_does_not_hear_it_changes_nothing(
-    store: LocalStore, new_worker: NewWorker, chain: Chain
+    store: LocalStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, "shm")
     client = worker.client
-    put = await worker.put(chain("a", 2), range(2))
+    put = await worker.put(chain_of("a", 2), range(2))
     Calls(worker, "Report", Unavailable("deaf"))
     wrong = dataclasses.replace(put.refs[0], checksum=put.refs[0].checksum ^ 1)
     for _ in range(2):
@@ -122,11 +114,11 @@ async def test_a_store_that_does_not_hear_it_changes_nothing(
 
 @pytest.mark.parametrize("is_lying", [False, True])
 async def test_a_transport_that_computed_the_checksums_is_asked_not_trusted_blindly(
-    store: LocalStore, new_worker: NewWorker, chain: Chain, seed: int, is_lying: bool
+    store: LocalStore, new_worker: NewWorker, seed: int, is_lying: bool
 ) -> None:
     """Its checksums are compared; a block for which it gives none is bad."""
     worker = await new_worker(store.address, "shm")
-    put = await worker.put(chain("a", 6), range(6))
+    put = await worker.put(chain_of("a", 6), range(6))
     bad = random.Random(seed).randrange(1, 6)
 
     def computed(got: Any) -> Any:

@@ -9,8 +9,7 @@ import dataclasses
 import gc
 import random
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import store_node, store_process, wire
+from kvstore import store_node, store_process
 from kvstore.block_source import ChainToReserve
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.service import KvStoreServicer
 from kvstore.store_node import TOUCH_AHEAD_BYTES
-from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
 from process.errors import (
     DeadlineExceeded,
@@ -36,20 +34,32 @@ from process.errors import (
     Unavailable,
 )
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.harness import forks
 from tests.harness.redis_server import RedisServer
-from tests.harness.store import LocalStore, local_store
+from tests.harness.store import (
+    BLOCK_BYTES,
+    TRANSPORTS,
+    LocalStore,
+    NewStore,
+    NewWorker,
+    OnDevice,
+    Worker,
+    anywhere,
+    chain_of,
+    driven,
+    local_store,
+    name_of,
+)
 from tests.harness.waiting import until, within
 
-Chain = Callable[[str, int], list[bytes]]
-NewWorker = Callable[..., Any]
 
-
+@anywhere
 async def test_two_writers_of_one_block(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Both write at once; both are told of one frame, whose bytes fit its checksum."""
     one, two = [await new_worker(store.address, transport) for _ in range(2)]
-    hashes = chain("a", 7)
+    hashes = chain_of("a", 7)
     puts = await asyncio.gather(one.put(hashes, range(7)), two.put(hashes, range(7)))
     assert puts[0].refs == puts[1].refs
     for worker, put in ((one, puts[1]), (two, puts[0])):
@@ -69,10 +79,10 @@ def few_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_a_chain_grows_by_several_puts_under_one_lease(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
-    hashes = chain("a", 9)
+    hashes = chain_of("a", 9)
     first = await worker.put(hashes[:4], range(4))
     second = await worker.put(
         hashes[4:], range(4, 9), parent=hashes[3], lease_id=first.lease_id, tail=("r", 9, 5)
@@ -81,18 +91,18 @@ async def test_a_chain_grows_by_several_puts_under_one_lease(
     matched = await worker.client.match(hashes, pin=False, ttl_s=5, deadline=within())
     assert matched.blocks == first.refs + second.refs and matched.lease_id == ""
     with pytest.raises(FailedPrecondition, match="parent"):
-        await worker.put(chain("b", 2)[1:], [0], parent=chain("b", 1)[0])
+        await worker.put(chain_of("b", 2)[1:], [0], parent=chain_of("b", 1)[0])
     assert (await worker.status()).num_leases == 1
 
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Two of them begin alike, one goes on behind another, one lacks its parent, the last finds no
     room for all of it."""
     worker = await new_worker(store.address, transport)
-    a, b, c, d = chain("a", 6), chain("b", 3), chain("c", 3), chain("d", 40)
+    a, b, c, d = chain_of("a", 6), chain_of("b", 3), chain_of("c", 3), chain_of("d", 40)
     known = await worker.put(b[:1], [40])
 
     def put(hashes: list[bytes], first: int, parent: bytes = b"", again: bool = False) -> PutChain:
@@ -101,7 +111,7 @@ async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
 
     chains = [
         put(a[:4], 0),
-        put([*a[:2], *chain("e", 2)], 10),  # the first two are those of the chain before
+        put([*a[:2], *chain_of("e", 2)], 10),  # the first two are those of the chain before
         put(a[4:], 4, a[3]),
         put(b, 20),  # the first is there
         put(c[1:], 30, c[0], again=True),
@@ -130,10 +140,10 @@ async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
 
 
 async def test_a_put_of_chains_that_all_lack_their_parent_takes_nothing(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
-    lacking = PutChain(chain("a", 1)[0], [(chain("a", 2)[1], 0)], 16)
+    lacking = PutChain(chain_of("a", 1)[0], [(chain_of("a", 2)[1], 0)], 16)
     seen: list[TransferStats] = []
     worker.client.on_transfer = seen.append
     again = dataclasses.replace(lacking, puts_again=True)
@@ -145,11 +155,11 @@ async def test_a_put_of_chains_that_all_lack_their_parent_takes_nothing(
 
 
 async def test_a_refused_chain_leaves_nothing_of_the_others_reserved(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
-    fine = kvstore_pb2.ReserveChain(chain_hashes=b"".join(chain("a", 2)))
-    one = chain("b", 1)[0]
+    fine = kvstore_pb2.ReserveChain(chain_hashes=b"".join(chain_of("a", 2)))
+    one = chain_of("b", 1)[0]
     for wrong, field in (
         (kvstore_pb2.ReserveChain(chain_hashes=one[:-1]), "chain_hashes"),
         (kvstore_pb2.ReserveChain(chain_hashes=one + one), "chain_hashes"),
@@ -167,7 +177,6 @@ async def test_a_refused_chain_leaves_nothing_of_the_others_reserved(
 async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_reserved(
     store: LocalStore,
     new_worker: NewWorker,
-    chain: Chain,
     transport: str,
     ends: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,7 +189,7 @@ async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_r
     lease_id, num_before = "", 0
 
     def reserve(*names: str) -> Any:
-        chains = [ChainToReserve(b"", chain(name, 4), "", "") for name in names]
+        chains = [ChainToReserve(b"", chain_of(name, 4), "", "") for name in names]
         return node.reserve(worker.attachment_id, lease_id, chains, **options)
 
     if ends != "cancelled":
@@ -206,7 +215,7 @@ async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_r
 
 
 async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
-    new_worker: NewWorker, chain: Chain, store_settings: KvStoreSettings
+    new_worker: NewWorker, store_settings: KvStoreSettings
 ) -> None:
     """The blocks of one put are committed by several calls, parents first, the lease ends with the
     last one."""
@@ -221,7 +230,7 @@ async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
             return commit(attachment_id, lease_id, written, **options)
 
         store.node.commit = counted  # type: ignore[method-assign]
-        hashes = chain("a", num_blocks)
+        hashes = chain_of("a", num_blocks)
         put = PutChain(b"", list(zip(hashes, range(num_blocks), strict=True)), 16)
         (result,) = await worker.client.put_chains([put], 60.0, within())
         assert sum(sizes) == num_blocks == len(result.refs) and max(sizes) <= 512
@@ -232,10 +241,10 @@ async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     prefill, decode = [await new_worker(store.address, transport) for _ in range(2)]
-    put = await prefill.put(chain("a", 2), range(2), tail=("request 1", 2, 11))
+    put = await prefill.put(chain_of("a", 2), range(2), tail=("request 1", 2, 11))
     assert put.tail is not None
     assert (put.tail.chain_hash, put.tail.num_tokens) == (b"", 11)
     refs = [*put.refs, put.tail]
@@ -244,8 +253,8 @@ async def test_a_tail_travels_and_is_gone_with_its_lease(
     assert (await decode.status()).num_tails == 1
     # Whoever holds the handle may renew and release its lease.
     await decode.client.renew(put.lease_id, ttl_s=30, deadline=within())
-    assert await decode.client.release([put.lease_id, ""], deadline=within()) == 1
-    assert await decode.client.release([put.lease_id], deadline=within()) == 0
+    assert await decode.release(put.lease_id, "") == 1
+    assert await decode.release(put.lease_id) == 0
     status = await decode.status()
     assert (status.num_tails, status.num_committed, status.num_pinned) == (0, 2, 0)
     with pytest.raises(NotFound):
@@ -254,14 +263,14 @@ async def test_a_tail_travels_and_is_gone_with_its_lease(
 
 
 async def test_a_handle_is_pinned_as_far_as_it_holds(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
-    put = await worker.put(chain("a", 3), range(3), tail=("r", 3, 1))
+    put = await worker.put(chain_of("a", 3), range(3), tail=("r", 3, 1))
     refs = [*put.refs, put.tail]
     lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
     assert num_pinned == 4
-    await worker.client.release([put.lease_id, lease_id], deadline=within())
+    await worker.release(put.lease_id, lease_id)
     lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
     assert num_pinned == 3  # the tail went with its last lease
     assert await worker.client.pin(refs[3:], ttl_s=5, deadline=within()) == ("", 0)
@@ -269,44 +278,40 @@ async def test_a_handle_is_pinned_as_far_as_it_holds(
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_no_room_is_an_answer_not_an_error(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     num_frames = worker.client.num_frames
-    long = chain("a", num_frames + 5)
+    long = chain_of("a", num_frames + 5)
     blocks = [i % 48 for i in range(num_frames + 5)]
     put = await worker.put(long, blocks, tail=("r", 0, 3))
     assert len(put.refs) == num_frames and put.tail is None
     assert put.not_stored == 6
-    none = await worker.put(chain("b", 2), range(2))
+    none = await worker.put(chain_of("b", 2), range(2))
     assert (none.refs, none.not_stored, none.num_bytes) == ((), 2, 0)
-    await worker.client.release([put.lease_id, none.lease_id], deadline=within())
+    await worker.release(put.lease_id, none.lease_id)
     status = await worker.status()
     assert (status.num_leases, status.num_pinned) == (0, 0)
 
 
 async def test_eviction_under_pressure_keeps_what_is_used(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    transport: str,
-    seed: int,
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """Many prompts through a small store, some leased: leased ones stay, the rest stays
     prefix-closed, and every hit has the bytes that were put."""
     worker = await new_worker(store.address, transport)
     draw = random.Random(seed)
-    kept = await worker.put(chain("kept", 5), range(5))
+    kept = await worker.put(chain_of("kept", 5), range(5))
     for _ in range(40):
         name, length = f"p{draw.randrange(12)}", draw.randrange(1, 9)
         ids = [(int(name[1:]) * 3 + i) % 30 for i in range(length)]
-        matched = await worker.client.match(chain(name, length), ttl_s=30, deadline=within())
+        matched = await worker.match(chain_of(name, length))
         targets = list(range(30, 30 + len(matched.blocks)))
         assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
         assert np.array_equal(worker.view[targets], worker.view[ids[: len(targets)]])
-        put = await worker.put(chain(name, length), ids)
+        put = await worker.put(chain_of(name, length), ids)
         assert put.refs[: len(matched.blocks)] == matched.blocks
-        await worker.client.release([matched.lease_id, put.lease_id], deadline=within())
+        await worker.release(matched.lease_id, put.lease_id)
     status = await worker.status()
     assert status.num_evictions > 0
     assert await worker.get(kept.lease_id, kept.refs, range(40, 45)) == {}
@@ -315,19 +320,16 @@ async def test_eviction_under_pressure_keeps_what_is_used(
     assert status.num_lookups == 40
 
 
+@anywhere
 async def test_many_workers_at_once_keep_every_law(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    transport: str,
-    seed: int,
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """Cancelled, late and lapsing puts and gets of overlapping chains from three workers."""
     workers = [await new_worker(store.address, transport) for _ in range(3)]
 
     async def busy(worker: Any, draw: random.Random) -> None:
         for _ in range(25):
-            hashes = chain(f"p{draw.randrange(4)}", draw.randrange(1, 7))
+            hashes = chain_of(f"p{draw.randrange(4)}", draw.randrange(1, 7))
             ids = draw.sample(range(20), len(hashes))
             tail = ("t", 21, 4) if draw.random() < 0.5 else None
             work = worker.put(hashes, ids, tail=tail, ttl_s=draw.choice([0.02, 30]))
@@ -342,7 +344,7 @@ async def test_many_workers_at_once_keep_every_law(
             refs = [*put.refs, *([put.tail] if put.tail else [])]
             await worker.get(put.lease_id, refs, range(30, 30 + len(refs)))
             if draw.random() < 0.7:
-                await worker.client.release([put.lease_id], deadline=within())
+                await worker.release(put.lease_id)
             assert await store.node.check_integrity() == ""
 
     await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
@@ -350,74 +352,57 @@ async def test_many_workers_at_once_keep_every_law(
         await worker.client.close()
     truth = store.node.store
     assert truth is not None
-    for lease in list(truth.leases):
-        truth.release([lease.lease_id], now_s=0.0)
+    truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
     await until(lambda: len(truth.quarantined) == 0 and len(truth.attachments) == 0)
     assert await store.node.check_integrity() == ""
     assert (truth.num_pinned(), truth.num_tails, len(truth.leases)) == (0, 0, 0)
 
 
 async def test_bytes_read_are_told_once(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Through shared memory the store sees no read; releases at the same time must not tell it
     twice (the count once became negative)."""
     worker = await new_worker(store.address, transport)
-    puts = [await worker.put(chain(f"p{i}", 2), range(2)) for i in range(4)]
+    puts = [await worker.put(chain_of(f"p{i}", 2), range(2)) for i in range(4)]
     for put in puts:
         assert await worker.get(put.lease_id, put.refs, [7, 8]) == {}
-    await asyncio.gather(
-        *(worker.client.release([put.lease_id], deadline=within()) for put in puts),
-        return_exceptions=False,
-    )
+    await asyncio.gather(*(worker.release(put.lease_id) for put in puts), return_exceptions=False)
     with pytest.raises(DeadlineExceeded):
         await worker.client.release(["x"], deadline=within(0.0))
     assert (await worker.status()).num_bytes_read == 8 * 5000
 
 
-async def report(worker: Any, refs: Any) -> int:
-    request = kvstore_pb2.ReportRequest(
-        attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
-    )
-    connection = worker.client._connection
-    reply = await connection.call(connection.stub.Report, request, within())
-    return int(reply.num_dropped)
-
-
 async def test_a_reported_block_is_dropped_only_if_it_is_bad(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    transport: str,
-    seed: int,
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """One flipped bit in a frame: gone with all below it, and stale to whoever leased it."""
     worker = await new_worker(store.address, transport)
-    put = await worker.put(chain("a", 6), range(6), tail=("t", 6, 3))
+    put = await worker.put(chain_of("a", 6), range(6), tail=("t", 6, 3))
     refs = [*put.refs, put.tail]
-    assert await report(worker, refs) == 0
+    assert await worker.report(refs) == 0
     draw = random.Random(seed)
     assert store.node.slab is not None
     store.node.slab.block(refs[2].frame)[draw.randrange(5000)] ^= 1 << draw.randrange(8)
-    assert await report(worker, refs) == 4
+    assert await worker.report(refs) == 4
     failed = await worker.get(put.lease_id, refs, range(20, 27))
     assert failed == {2: "generation"}
-    matched = await worker.client.match(chain("a", 6), ttl_s=5, deadline=within())
+    matched = await worker.match(chain_of("a", 6))
     assert matched.blocks == put.refs[:2]
     status = await worker.status()
     assert (status.num_quarantined, status.num_committed) == (1, 6)
-    await worker.client.release([put.lease_id, matched.lease_id], deadline=within())
+    await worker.release(put.lease_id, matched.lease_id)
     status = await worker.status()
     assert (status.num_quarantined, status.num_committed, status.num_pinned) == (0, 2, 0)
     refused = {each.reason: each.num_blocks for each in status.refused}
     assert refused["checksum"] == 1
-    put = await worker.put(chain("a", 6), range(6))
+    put = await worker.put(chain_of("a", 6), range(6))
     assert await worker.get(put.lease_id, put.refs, range(20, 26)) == {}
     assert np.array_equal(worker.view[20:26], worker.view[:6])
 
 
 async def test_everything_present_is_listed(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """In several messages, by a server whose messages hold four."""
     servicer = KvStoreServicer(store.node, list_chunk=4)
@@ -433,10 +418,10 @@ async def test_everything_present_is_listed(
         (empty,) = await listed()
         assert (empty.incarnation, len(empty.chain_hashes)) == (store.node.incarnation, 0)
         worker = await new_worker(store.address, "grpc")
-        await worker.put(chain("a", 9), range(9), tail=("t", 6, 3))
+        await worker.put(chain_of("a", 9), range(9), tail=("t", 6, 3))
         replies = await listed()
     assert [len(reply.chain_hashes) for reply in replies] == [4, 4, 1]
-    assert sorted(h for reply in replies for h in reply.chain_hashes) == sorted(chain("a", 9))
+    assert sorted(h for reply in replies for h in reply.chain_hashes) == sorted(chain_of("a", 9))
 
 
 async def test_a_store_is_no_lender_and_says_so(
@@ -457,24 +442,24 @@ async def test_a_worker_that_says_goodbye_is_gone(
     await worker.client.close()
     assert len(store.node.store.attachments) == 0
     with pytest.raises(Unavailable, match="closed"):
-        await worker.client.match([], ttl_s=1, deadline=within())
+        await worker.match([])
     await worker.client.close()  # twice is once
 
 
 async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
-    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    store: LocalStore, new_worker: NewWorker
 ) -> None:
     """Over gRPC; a shared-memory worker is known by its lock instead."""
-    settings = dataclasses.replace(store_settings, attachment_ttl_s=1.0)
-    async with store_process.running(settings) as running:
-        worker, mapped = [await new_worker(running.address, name) for name in ("grpc", "shm")]
-        truth = running.node.store
-        assert truth is not None
-        await until(lambda: len(truth.attachments) == 1)
-        with pytest.raises(Unavailable, match="attach again"):
-            await worker.client.match(chain("a", 1), ttl_s=1, deadline=within())
-        assert worker.client.broken is not None
-        await mapped.client.match(chain("a", 1), ttl_s=1, deadline=within())
+    worker, mapped = [
+        await new_worker(store.address, name, heartbeat_s=1000.0) for name in ("grpc", "shm")
+    ]
+    truth = store.node.store
+    assert truth is not None
+    await driven(store)(lambda: len(truth.attachments) == 1)
+    with pytest.raises(Unavailable, match="attach again"):
+        await worker.match(chain_of("a", 1))
+    assert worker.client.broken is not None
+    await mapped.match(chain_of("a", 1))
 
 
 async def test_a_heartbeat_notices_another_life(
@@ -493,18 +478,20 @@ async def test_a_heartbeat_notices_another_life(
     "change", [{"ttl_s": 0.0}, {"tail": ("t", 1, 0)}], ids=["no time to live", "empty tail"]
 )
 async def test_nonsense_is_refused_by_field(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, change: dict[str, Any]
+    store: store_process.RunningStore, new_worker: NewWorker, change: dict[str, Any]
 ) -> None:
     worker = await new_worker(store.address, "grpc")
     with pytest.raises(InvalidArgument):
-        await worker.put(chain("a", 1), [0], **change)
+        await worker.put(chain_of("a", 1), [0], **change)
     await worker.client.settle()
     status = await worker.status()
     assert (status.num_writing, status.num_leases, status.num_quarantined) == (0, 0, 0)
 
 
+# A device's part in attaching is that the slab is locked for it.
+@pytest.mark.parametrize("transport", [*TRANSPORTS, OnDevice("shm")], ids=name_of)
 async def test_a_worker_that_leaves_while_attaching_does_not_take_the_slab_along(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Cancelled at every stage of the very first attachment, the next one finds things in order."""
     for turns in [*range(0, 40, 2), *range(40, 400, 40)]:
@@ -516,40 +503,30 @@ async def test_a_worker_that_leaves_while_attaching_does_not_take_the_slab_along
         if not task.cancelled():
             await task.result().client.close()
     worker = await new_worker(store.address, transport)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     assert await worker.get(put.lease_id, put.refs, [7, 8, 9]) == {}
 
 
 async def test_attaching_to_a_stalled_store_is_bounded(
-    new_store: Callable[..., Any], new_worker: NewWorker, transport: str
+    new_store: NewStore, new_worker: NewWorker, transport: str
 ) -> None:
     process = await new_store()
     await process.pause()
+    worker = Worker(transport, BLOCK_BYTES, 4, 1)
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        await KvStoreClient.attach(
-            process.address,
-            worker_id="w",
-            worker_incarnation=b"1" * 16,
-            fingerprint="ab",
-            memory=BlockMemory.of(np.zeros((4, 5000), dtype=np.uint8)),
-            transport=transport,
-            timeout_s=2.0 if transport == "nixl" else 0.3,
-        )
+        await worker.attach(process.address, timeout_s=2.0 if transport == "nixl" else 0.3)
     process.wake()
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("transport", "number"), [("shm", signal.SIGINT), ("nixl", signal.SIGTERM)]
+)
 async def test_a_store_in_use_stops_cleanly(
-    new_store: Callable[..., Any],
-    new_worker: NewWorker,
-    chain: Chain,
-    transport: str,
-    number: signal.Signals,
+    new_store: NewStore, new_worker: NewWorker, transport: str, number: signal.Signals
 ) -> None:
-    process = await new_store()
+    process = await new_store(is_forked=False)
     worker = await new_worker(process.address, transport)
-    await worker.put(chain("a", 3), range(3))
+    await worker.put(chain_of("a", 3), range(3))
     assert await process.end(number) == 0
     await worker.client.close()
 
@@ -564,10 +541,7 @@ async def test_a_store_in_use_stops_cleanly(
     ],
 )
 async def test_a_wrong_setting_is_one_line_and_exit_code_2(override: str, says: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvstore", f"--set={override}", "--log-level=error"),
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await forks.start("-m", "kvstore", f"--set={override}", "--log-level=error")
     _, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 2
     lines = [line for line in stderr.decode().splitlines() if line.startswith("kvstore: ")]
@@ -575,7 +549,7 @@ async def test_a_wrong_setting_is_one_line_and_exit_code_2(override: str, says: 
 
 
 async def test_memory_is_made_ready_ahead_of_its_use(
-    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    store_settings: KvStoreSettings, new_worker: NewWorker
 ) -> None:
     """Of a slab that is larger than what is made ready at once."""
     num_ahead = TOUCH_AHEAD_BYTES // 8192
@@ -584,25 +558,22 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     async with store_process.running(settings) as store:
         worker = await new_worker(store.address, "grpc")
         await until(lambda: store.node.num_touched == num_ahead)
-        await worker.put(chain("a", 5), range(5))
+        await worker.put(chain_of("a", 5), range(5))
         await until(lambda: store.node.num_touched == num_ahead + 5)
-        await worker.put(chain("b", 27), range(27))
+        await worker.put(chain_of("b", 27), range(27))
         await until(lambda: store.node.num_touched == num_ahead + 24 == worker.client.num_frames)
 
 
 async def test_the_garbage_collector_does_not_look_at_the_blocks(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    monkeypatch: pytest.MonkeyPatch,
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a million of them each look would stop the loop for a second."""
     monkeypatch.setattr(store_node, "FREEZE_EVERY", 5)
     worker = await new_worker(store.address, "grpc")
     before = gc.get_freeze_count()
     try:
-        await worker.put(chain("a", 4), range(4))
-        await worker.put(chain("b", 1), range(1))
+        await worker.put(chain_of("a", 4), range(4))
+        await worker.put(chain_of("b", 1), range(1))
         await until(lambda: gc.get_freeze_count() > before)
         truth = store.node.store
         assert truth is not None and len(truth.tree) == 5
@@ -627,17 +598,17 @@ async def test_a_busy_port_is_named(store: store_process.RunningStore) -> None:
 
 
 async def test_integrity_is_watched_in_the_background(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """A broken law is found without anybody asking, and shown in the status."""
     worker = await new_worker(store.address, "grpc")
-    put = await worker.put(chain("a", 1), [0])
+    put = await worker.put(chain_of("a", 1), [0])
     truth = store.node.store
     assert truth is not None
     node = truth.tree.find(put.refs[0].chain_hash)
     assert node is not None
     node.num_pins += 1
-    await worker.client.match([], ttl_s=1, deadline=within())
+    await worker.match([])
     await until(lambda: "pins" in store.node.integrity_error)
     status = await worker.client.status(deadline=within())
     assert "pins" in status.integrity_error
@@ -653,7 +624,7 @@ async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_the_index_follows_the_store(
-    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, redis_url: str
+    store_settings: KvStoreSettings, new_worker: NewWorker, redis_url: str
 ) -> None:
     """From put to lookup and from eviction to its absence, and away with the store."""
     settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
@@ -661,21 +632,21 @@ async def test_the_index_follows_the_store(
     lookup = PrefixIndex(client, 5.0)
     async with store_process.running(settings) as running:
         worker = await new_worker(running.address, "grpc")
-        put = await worker.put(chain("a", 6), range(6), tail=("t", 7, 2))
+        put = await worker.put(chain_of("a", 6), range(6), tail=("t", 7, 2))
         assert running.publisher is not None
         publisher = running.publisher
         await until(lambda: publisher.synced)
         (row,) = await lookup.stores()
         assert (row.node_id, row.address) == (running.node.node_id, running.address)
         nodes = {row.node_id: row.incarnation}
-        assert await lookup.lookup(chain("a", 9), nodes) == {row.node_id: 6}
-        await worker.client.release([put.lease_id], deadline=within())
+        assert await lookup.lookup(chain_of("a", 9), nodes) == {row.node_id: 6}
+        await worker.release(put.lease_id)
         num_frames = worker.client.num_frames
-        await worker.put(chain("b", num_frames - 2), [i % 48 for i in range(num_frames - 2)])
+        await worker.put(chain_of("b", num_frames - 2), [i % 48 for i in range(num_frames - 2)])
         await until(lambda: publisher.synced)
-        assert await lookup.lookup(chain("a", 9), nodes) == {row.node_id: 2}
+        assert await lookup.lookup(chain_of("a", 9), nodes) == {row.node_id: 2}
         status = await worker.status()
         assert status.index_synced and status.index_sequence == publisher.sequence
     assert await lookup.stores() == []
-    assert await lookup.lookup(chain("b", 9), nodes) == {row.node_id: 0}
+    assert await lookup.lookup(chain_of("b", 9), nodes) == {row.node_id: 0}
     await client.aclose()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from tests.harness.store import (
     SETTINGS,
     TRANSPORTS,
     LocalStore,
-    StoreProcess,
+    NewStore,
+    chain_of,
     local_store,
 )
 from tests.harness.store_pool import (
@@ -33,8 +33,6 @@ from tests.harness.store_pool import (
 )
 from tests.harness.waiting import WAIT_S, until, within
 
-Chain = Callable[[str, int], list[bytes]]
-NewStore = Callable[..., Awaitable[StoreProcess]]
 NODE = dataclasses.replace(SETTINGS, node_id="node")
 AWAY = "store_unavailable"
 
@@ -69,7 +67,7 @@ async def test_who_leaves_early_does_not_take_the_attachment_along(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_store_that_restarts_under_the_same_name_is_met_again(
-    new_store: NewStore, chain: Chain, transport: str, seed: int
+    new_store: NewStore, transport: str, seed: int
 ) -> None:
     """Killed and started again at the same address and name, with blocks asked for in between: no
     crash, no stale client or agent, and who means the former life is told so."""
@@ -82,7 +80,7 @@ async def test_a_store_that_restarts_under_the_same_name_is_met_again(
             lives.append(place.life)
             client = await pool.meet(place)
             assert client.incarnation == place.life
-            lease_id, refs = await pool.put(client, chain(f"life {number}", 4))
+            lease_id, refs = await pool.put(client, chain_of(f"life {number}", 4))
             items = list(zip(refs, range(10, 14), strict=True))
             got = await client.get_blocks(lease_id, items, within(), incarnation=place.life)
             assert got.failed == {} and np.array_equal(view[10:14], view[:4])
@@ -117,14 +115,12 @@ async def test_a_restart_that_nobody_noticed_is_found_by_who_means_the_new_life(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_home_store_dies_and_returns(
-    new_store: NewStore, chain: Chain, transport: str
-) -> None:
+async def test_the_home_store_dies_and_returns(new_store: NewStore, transport: str) -> None:
     """It is met again by itself, and measured again."""
     process = await new_store(dataclasses.replace(SETTINGS, node_id="home"))
     async with home_store(process, transport) as home:
         first = await home.met_anew()
-        items = await home.store_and_load(chain("life 0", NUM_ITEMS))
+        items = await home.store_and_load(chain_of("life 0", NUM_ITEMS))
         link, is_degraded = await home.measured()
         assert (link.node_id, link.transport, link.problem) == ("home", transport, "")
         assert not is_degraded and link.rates is not None
@@ -134,7 +130,7 @@ async def test_the_home_store_dies_and_returns(
         await process.start()
         second = await home.met_anew(first)
         assert first.incarnation != second.incarnation and home.num_attached == 2
-        items = await home.store_and_load(chain("life 1", NUM_ITEMS))
+        items = await home.store_and_load(chain_of("life 1", NUM_ITEMS))
         again, _ = await home.measured()
         assert again.measured_unix_ms > link.measured_unix_ms and again.problem == ""
         stale = await home.load(second, items, first.incarnation, WAIT_S)
@@ -287,17 +283,13 @@ async def test_long_leases_are_renewed_seldom_and_keep_their_client_all_the_same
 
 
 async def test_what_is_gone_makes_room_at_once() -> None:
-    async with (
-        local_store() as a,
-        local_store() as b,
-        store_pool("grpc", max_stores=1) as pool,
-    ):
+    async with local_store() as a, local_store() as b, store_pool("grpc", max_stores=1) as pool:
         pool.lose(await pool.meet(place_of(a)))
         client = await pool.meet(place_of(b))
         assert pool.clients == [client]
 
 
-async def test_leases_go_back_and_what_cannot_hurts_nobody(store: LocalStore, chain: Chain) -> None:
+async def test_leases_go_back_and_what_cannot_hurts_nobody(store: LocalStore) -> None:
     async with store_pool("grpc") as pool:
         client = await pool.meet(place_of(store))
 
@@ -305,7 +297,7 @@ async def test_leases_go_back_and_what_cannot_hurts_nobody(store: LocalStore, ch
             return int((await client.status(deadline=within())).num_leases)
 
         for name in ("a", "b"):
-            lease_id, _ = await pool.put(client, chain(name, 1))
+            lease_id, _ = await pool.put(client, chain_of(name, 1))
             assert await num_leases() >= 1
             pool.release_later(client, lease_id, "")
 

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import gc
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,21 @@ from kvstore.transport.shm import DeviceShmTransport
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.harness.fake_device import FakeDevice
 from tests.harness.mapping import DeviceHasher
-from tests.harness.store import OnDevice, Worker
+from tests.harness.store import NewWorker, OnDevice, Worker, chain_of
 from tests.harness.waiting import until, within
 
-Chain = Callable[[str, int], list[bytes]]
-NewWorker = Callable[..., Any]
 SHM, GRPC = OnDevice("shm"), OnDevice("grpc")
 
 
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_every_byte_is_copied_once_each_way(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain, name: str
+    store: store_process.RunningStore, new_worker: NewWorker, name: str
 ) -> None:
     """Also the checksums of both directions come without another copy from the device."""
     worker = await new_worker(store.address, name)
     expected = DeviceShmTransport if name == "shm" else StagedTransport
     assert type(worker.client.transport) is expected
-    put = await worker.put(chain("a", 20), range(20))
+    put = await worker.put(chain_of("a", 20), range(20))
     assert worker.device.num_moved_bytes == 20 * worker.view.shape[1]
     assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
     assert worker.device.num_moved_bytes == 40 * worker.view.shape[1]
@@ -52,20 +49,17 @@ async def test_every_byte_is_copied_once_each_way(
 
 
 async def test_a_device_that_can_computes_the_checksums_of_what_is_put(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    monkeypatch: pytest.MonkeyPatch,
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread hashes beside the engine, and a reader finds the bytes that the bus changed."""
     worker = await new_worker(store.address, SHM)
     hasher = DeviceHasher(worker)
     with monkeypatch.context() as patch:
         patch.setattr(DeviceShmTransport, "_hash", None)
-        put = await worker.put(chain("a", 20), range(20))
+        put = await worker.put(chain_of("a", 20), range(20))
         assert hasher.begun == [list(range(20))]
         worker.device.move = lambda target, source, num_bytes: ctypes.memset(target, 1, num_bytes)
-        spoiled = await worker.put(chain("b", 1), [7])
+        spoiled = await worker.put(chain_of("b", 1), [7])
         del worker.device.move
     assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
     assert np.array_equal(worker.view[20:40], worker.view[:20])
@@ -74,13 +68,13 @@ async def test_a_device_that_can_computes_the_checksums_of_what_is_put(
 
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_host_memory_is_given_back(
-    store: store_process.RunningStore, chain: Chain, name: str, seed: int
+    store: store_process.RunningStore, name: str, seed: int
 ) -> None:
     worker = Worker(name, 5000, 48, seed)
     await worker.attach(store.address)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     assert worker.device.registered
-    await worker.client.release([put.lease_id], deadline=within())
+    await worker.release(put.lease_id)
     await worker.client.close()
     await until(lambda: not worker.device.registered)
 
@@ -101,7 +95,7 @@ async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
 
 
 async def test_a_large_slab_is_locked_in_parts_and_no_copy_crosses_two(
-    store: store_process.RunningStore, chain: Chain, seed: int, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm, "LOCKED_BYTES", 3 * 4096)
     worker = Worker(SHM, 4096, 48, seed)  # frames without a gap between them: copies are merged
@@ -111,7 +105,7 @@ async def test_a_large_slab_is_locked_in_parts_and_no_copy_crosses_two(
     assert set(list(parts.values())[:-1]) == {3 * 4096}
     moved: list[tuple[int, int]] = []
     worker.device.on_move = lambda target, _, num_bytes: moved.append((target, num_bytes))
-    put = await worker.put(chain("a", 8), range(8))
+    put = await worker.put(chain_of("a", 8), range(8))
     assert put.not_stored == 0
     for target, num_bytes in moved:
         start = max(part for part in parts if part <= target)
@@ -141,7 +135,7 @@ async def test_a_part_that_cannot_be_locked_leaves_none_locked(
 
 
 async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
-    store: store_process.RunningStore, chain: Chain, seed: int
+    store: store_process.RunningStore, seed: int
 ) -> None:
     worker = Worker(SHM, 5000, 48, seed)
     may_go_on, begun = threading.Event(), []
@@ -159,7 +153,7 @@ async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
     may_go_on.set()
     await worker.attach(store.address)
     assert len(begun) == 1
-    assert (await worker.put(chain("a", 2), range(2))).not_stored == 0
+    assert (await worker.put(chain_of("a", 2), range(2))).not_stored == 0
     await worker.client.close()
 
 
@@ -186,9 +180,7 @@ def _opening_for(*devices: FakeDevice) -> list[Any]:
     return [key for key in shm._opening if key[1] in devices]
 
 
-async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
-    tmp_path: Path,
-) -> None:
+async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(tmp_path: Path) -> None:
     """Two clients of a process attach at once; the second is cancelled while its own is locked."""
     created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
     device = FakeDevice()
@@ -257,11 +249,11 @@ async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_
 
 
 async def test_a_copy_torn_by_a_writer_is_detected(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """The generation changes while the device copies."""
     worker = await new_worker(store.address, SHM)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     slab = store.node.slab
     assert slab is not None
 
@@ -273,19 +265,19 @@ async def test_a_copy_torn_by_a_writer_is_detected(
 
 
 async def test_a_failing_device_is_a_reason_and_leaves_nothing(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     for name in (SHM, GRPC):
         worker = await new_worker(store.address, name)
-        put = await worker.put(chain(f"kept {name}", 3), range(3))
+        put = await worker.put(chain_of(f"kept {name}", 3), range(3))
         worker.device.problem = "cuMemcpy: CUDA_ERROR_ILLEGAL_ADDRESS (700)"
         failed = await worker.get(put.lease_id, put.refs, [10, 11, 12])
         assert failed == dict.fromkeys(range(3), errors.TRANSPORT)
         with pytest.raises(errors.TransferFailed, match="ILLEGAL_ADDRESS"):
-            await worker.put(chain(f"b {name}", 3), range(3))
+            await worker.put(chain_of(f"b {name}", 3), range(3))
         worker.device.problem = ""
         assert await worker.get(put.lease_id, put.refs, [10, 11, 12]) == {}
-        await worker.client.release([put.lease_id], deadline=within())
+        await worker.release(put.lease_id)
         truth = store.node.store
         assert truth is not None
         await until(lambda truth=truth: len(truth.leases) == 0)
@@ -294,14 +286,10 @@ async def test_a_failing_device_is_a_reason_and_leaves_nothing(
 @pytest.mark.parametrize("cancelled", [False, True], ids=["late", "cancelled"])
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_blocks_that_a_stalled_device_may_still_write_are_quarantined(
-    store: store_process.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    name: str,
-    cancelled: bool,
+    store: store_process.RunningStore, new_worker: NewWorker, name: str, cancelled: bool
 ) -> None:
     worker = await new_worker(store.address, name)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     worker.device.engine_runs.clear()
     worker.device.is_given.clear()
     items = list(zip(put.refs, range(10, 13), strict=True))
@@ -327,43 +315,43 @@ async def test_blocks_that_a_stalled_device_may_still_write_are_quarantined(
 
 
 async def test_frames_that_a_stalled_device_may_still_write_are_quarantined(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, SHM)
     truth = store.node.store
-    await worker.client.match([], ttl_s=1, deadline=within())
+    await worker.match([])
     worker.device.engine_runs.clear()
     with pytest.raises(DeadlineExceeded):
-        await worker.put(chain("a", 4), range(4), deadline=within(1.0))
+        await worker.put(chain_of("a", 4), range(4), deadline=within(1.0))
     truth = store.node.store
     assert truth is not None
     await until(lambda: len(truth.quarantined) == 4)
     worker.device.engine_runs.set()
     await until(lambda: len(truth.quarantined) == 0 and len(truth.leases) == 0)
-    assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
+    assert (await worker.put(chain_of("a", 4), range(4))).not_stored == 0
 
 
 async def test_a_stalled_device_costs_a_staged_put_only_time(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """It fills rows of ours, no frame; the rows stay taken until it is done."""
     worker = await new_worker(store.address, GRPC)
     worker.device.engine_runs.clear()
     with pytest.raises(DeadlineExceeded):
-        await worker.put(chain("a", 4), range(4), deadline=within(1.0))
+        await worker.put(chain_of("a", 4), range(4), deadline=within(1.0))
     with pytest.raises(DeadlineExceeded, match="turn"):
         await worker.client.transport.put("", [], within(0.1))
     worker.device.engine_runs.set()
-    assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
+    assert (await worker.put(chain_of("a", 4), range(4))).not_stored == 0
 
 
 def test_checksums_on_a_device_are_those_of_the_bytes(seed: int) -> None:
     """More blocks than staging rows."""
     block_bytes = STAGING_BYTES // 3
-    view = np.random.default_rng(seed).integers(0, 256, (20, block_bytes), dtype=np.uint8)
+    view = np.random.default_rng(seed).integers(0, 256, (8, block_bytes), dtype=np.uint8)
     device = FakeDevice()
-    memory = BlockMemory.on_device(device, device.holding(view), block_bytes, 20)
-    ids = [3, 19, 0, 7, 7, 8, 9, 1]
+    memory = BlockMemory.on_device(device, device.holding(view), block_bytes, 8)
+    ids = [3, 7, 0, 5, 5, 6, 2, 1]
     assert memory.checksums(ids) == BlockMemory.of(view).checksums(ids)
     assert memory.staging is not None and memory.staging.num_rows == 3
 
@@ -439,7 +427,7 @@ needs_cuda = pytest.mark.skipif(bool(_cuda_missing()), reason=f"NO GPU TEST: {_c
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("block_bytes", [5000, 8192, 200_000])
 async def test_a_real_device(
-    store_settings: Any, chain: Chain, seed: int, transport: str, block_bytes: int
+    store_settings: Any, seed: int, transport: str, block_bytes: int
 ) -> None:
     """Scattered blocks there and back, a corrupt frame, and nothing else touched."""
     import torch
@@ -460,7 +448,7 @@ async def test_a_real_device(
         worker.memory = BlockMemory.on_device(device, cache.data_ptr(), block_bytes, 48)
         await worker.attach(running.address)
         sources, targets = [1, 2, 3, 9, 5, 30], [40, 41, 11, 12, 7, 47]
-        put = await worker.put(chain("a", 6), sources)
+        put = await worker.put(chain_of("a", 6), sources)
         before = cache.clone()
         assert await worker.get(put.lease_id, put.refs, targets) == {}
         before[targets] = before[sources]

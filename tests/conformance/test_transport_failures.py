@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,52 +19,42 @@ from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
-from tests.harness.waiting import Clock, until, within
+from tests.harness import forks
+from tests.harness.forks import Forked
+from tests.harness.store import NewStore, NewWorker, chain_of, driven, paused
+from tests.harness.waiting import WAIT_S, until, within
 
-Chain = Callable[[str, int], list[bytes]]
-NewWorker = Callable[..., Any]
-NewStore = Callable[..., Awaitable[Any]]
-Pause = Callable[[asyncio.subprocess.Process], Awaitable[None]]
 LONE_WORKER = Path(__file__).parents[1] / "harness" / "lone_worker.py"
 
 
 class LoneWorker:
-    def __init__(self, process: asyncio.subprocess.Process, attachment_id: str) -> None:
-        self.process = process
-        self.attachment_id = attachment_id
+    """See lone_worker.py."""
 
-    async def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()  # a stopped process is killed all the same
-        await self.process.communicate()
+    def __init__(self, process: Forked) -> None:
+        self.process = process
+        self.attachment_id = ""
+
+
+NewLoneWorker = Callable[[str, str, str], Awaitable[LoneWorker]]
+"""`lone_worker(address, transport, what)`"""
 
 
 @pytest.fixture
-async def lone_worker() -> AsyncIterator[Callable[[str, str, str], Awaitable[LoneWorker]]]:
+async def lone_worker() -> AsyncIterator[NewLoneWorker]:
     workers: list[LoneWorker] = []
 
     async def make(address: str, transport: str, what: str) -> LoneWorker:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(LONE_WORKER), address, transport, what),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        worker = LoneWorker(process, "")
+        worker = LoneWorker(await forks.start(str(LONE_WORKER), address, transport, what))
         workers.append(worker)
-        assert process.stdout is not None
-        async with asyncio.timeout(30):
-            worker.attachment_id = (await process.stdout.readline()).decode().strip()
+        async with asyncio.timeout(WAIT_S):
+            worker.attachment_id = (await worker.process.stdout.readline()).decode().strip()
         assert worker.attachment_id
         return worker
 
     yield make
     for worker in workers:
-        await worker.end()
-
-
-@pytest.fixture(params=["shm", "nixl", "grpc"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """What a store or a worker that fails leaves is the same wherever the worker's blocks lie."""
-    return str(request.param)
+        worker.process.kill()  # also one that is stopped
+        await worker.process.communicate()
 
 
 @pytest.fixture
@@ -74,31 +63,15 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def driven(store: store_process.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Give the store, which nothing met yet, a clock of the test's own. Returns: a wait for a
-    condition, in which a second passes on that clock between two looks."""
-    clock = Clock()
-    store.node._clock = clock
-
-    async def passes(condition: Callable[[], bool]) -> None:
-        def look() -> bool:
-            clock.now_s += 1.0
-            return condition()
-
-        await until(look)
-
-    return passes
-
-
 # -- the store fails
 
 
 async def test_a_restarted_store_is_another_life(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+    new_store: NewStore, new_worker: NewWorker, transport: str
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, transport)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     old, life = worker.client, worker.client.incarnation
     await process.end()
     ready = await process.start()
@@ -109,29 +82,29 @@ async def test_a_restarted_store_is_another_life(
         assert got.failed == dict.fromkeys(range(3), errors.STORE_UNAVAILABLE)
         assert np.array_equal(worker.view, before)
     with pytest.raises(Unavailable):
-        await old.match(chain("a", 3), ttl_s=5, deadline=within())
+        await old.match(chain_of("a", 3), ttl_s=5, deadline=within())
     assert old.broken is not None
     with pytest.raises(Unavailable):
-        await worker.put(chain("b", 1), [0])
+        await worker.put(chain_of("b", 1), [0])
     await old.close()
 
     again = await worker.attach(process.address)
     assert again.incarnation != life and again.incarnation.hex() == ready["incarnation"]
-    assert (await again.match(chain("a", 3), ttl_s=5, deadline=within())).blocks == ()
+    assert (await again.match(chain_of("a", 3), ttl_s=5, deadline=within())).blocks == ()
     got = await again.get_blocks(put.lease_id, items, within(), incarnation=life)
     assert got.failed == dict.fromkeys(range(3), errors.INCARNATION)
-    fresh = await worker.put(chain("a", 3), range(3))
+    fresh = await worker.put(chain_of("a", 3), range(3))
     assert await worker.get(fresh.lease_id, fresh.refs, range(10, 13)) == {}
     await worker.status()
 
 
 async def test_a_dead_store_fails_calls_at_once(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+    new_store: NewStore, new_worker: NewWorker, transport: str
 ) -> None:
     """And a push whose answer never came is known to be over: its process is gone."""
     process = await new_store()
     worker = await new_worker(process.address, transport)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     await process.end()
     items = list(zip(put.refs, range(10, 13), strict=True))
     if transport != "shm":
@@ -142,15 +115,15 @@ async def test_a_dead_store_fails_calls_at_once(
         else:
             assert got.failed == dict.fromkeys(range(3), errors.STORE_UNAVAILABLE)
     with pytest.raises(Unavailable):
-        await worker.put(chain("b", 1), [0], deadline=within(5))
+        await worker.put(chain_of("b", 1), [0], deadline=within(5))
 
 
 async def test_a_push_from_a_stalled_store_is_quarantined_until_it_is_over(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+    new_store: NewStore, new_worker: NewWorker, tcp_only: None
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, "nixl")
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     await process.pause()
     items = list(zip(put.refs, range(10, 13), strict=True))
     with pytest.raises(errors.TransferTimeout) as caught:
@@ -169,11 +142,11 @@ async def test_a_push_from_a_stalled_store_is_quarantined_until_it_is_over(
 
 
 async def test_a_cancelled_push_from_a_stalled_store_is_quarantined(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+    new_store: NewStore, new_worker: NewWorker, tcp_only: None
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, "nixl")
-    put = await worker.put(chain("a", 1), [0])
+    put = await worker.put(chain_of("a", 1), [0])
     await process.pause()
     rpc = worker.client._connection
     call, is_asked = rpc.call, asyncio.Event()
@@ -201,11 +174,11 @@ async def test_a_cancelled_push_from_a_stalled_store_is_quarantined(
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 async def test_without_pushes_a_stalled_store_needs_no_quarantine(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+    new_store: NewStore, new_worker: NewWorker, transport: str
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, transport)
-    put = await worker.put(chain("a", 3), range(3))
+    put = await worker.put(chain_of("a", 3), range(3))
     await process.pause()
     # The store has no part in a copy out of shared memory.
     seconds = 10.0 if transport == "shm" else 0.3
@@ -216,14 +189,14 @@ async def test_without_pushes_a_stalled_store_needs_no_quarantine(
 
 
 async def test_a_put_to_a_stalled_store_leaves_nothing_reserved_when_it_wakes(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str, tcp_only: None
+    new_store: NewStore, new_worker: NewWorker, transport: str, tcp_only: None
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, transport)
-    await worker.put(chain("a", 1), [0])
+    await worker.put(chain_of("a", 1), [0])
     await process.pause()
     with pytest.raises(DeadlineExceeded):
-        await worker.put(chain("b", 3), range(3), deadline=within(0.3))
+        await worker.put(chain_of("b", 3), range(3), deadline=within(0.3))
     process.wake()
     async with asyncio.timeout(30):
         while (status := await worker.status()).num_leases != 1:
@@ -233,17 +206,14 @@ async def test_a_put_to_a_stalled_store_leaves_nothing_reserved_when_it_wakes(
 
 
 async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_store(
-    new_store: NewStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    tcp_only: None,
+    new_store: NewStore, new_worker: NewWorker, tcp_only: None
 ) -> None:
     """The store stalls between the reservation and the WRITE: the frames go out of use until the
     WRITE is over, then they come free."""
     process = await new_store()
     worker = await new_worker(process.address, "nixl", block_bytes=8192)
     client: KvStoreClient = worker.client
-    await worker.put(chain("a", 1), [0])
+    await worker.put(chain_of("a", 1), [0])
     put = client.transport.put
     unsettled: list[PutUnsettled] = []
     abort, aborts = client._abort, []
@@ -265,7 +235,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
     client.transport.put = stalled  # type: ignore[method-assign]
     client._abort = watched_abort  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
-        await worker.put(chain("b", 20), range(20), deadline=within(1.5))
+        await worker.put(chain_of("b", 20), range(20), deadline=within(1.5))
     assert len(unsettled) == 1
     client.transport.put = put  # type: ignore[method-assign]
     async with asyncio.timeout(30):
@@ -273,15 +243,15 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
             await asyncio.sleep(0.02)
     assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 1)
     assert aborts == [(True, False), (False, True)]  # the second word only when it was over
-    assert (await worker.put(chain("b", 20), range(20))).not_stored == 0
+    assert (await worker.put(chain_of("b", 20), range(20))).not_stored == 0
 
 
 async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
-    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+    new_store: NewStore, new_worker: NewWorker, tcp_only: None
 ) -> None:
     process = await new_store()
     worker = await new_worker(process.address, "nixl")
-    put = await worker.put(chain("a", 1), [0])
+    put = await worker.put(chain_of("a", 1), [0])
     await process.pause()
     with pytest.raises(errors.TransferTimeout) as caught:
         await worker.client.get_blocks(put.lease_id, [(put.refs[0], 10)], within(1.0))
@@ -297,10 +267,7 @@ async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
 
 @pytest.mark.parametrize("what", ["reserve", "hold"])
 async def test_a_killed_worker_leaks_nothing(
-    store_settings: KvStoreSettings,
-    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
-    transport: str,
-    what: str,
+    store_settings: KvStoreSettings, lone_worker: NewLoneWorker, transport: str, what: str
 ) -> None:
     async with store_process.running(store_settings) as running:
         passes = driven(running)
@@ -317,16 +284,14 @@ async def test_a_killed_worker_leaks_nothing(
 
 
 async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
-    store: store_process.RunningStore,
-    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
-    pause: Pause,
+    store: store_process.RunningStore, lone_worker: NewLoneWorker
 ) -> None:
     """Its lease lapsed, but it may wake up inside its copy; only its death ends that."""
     passes = driven(store)
     worker = await lone_worker(store.address, "shm", "reserve")
     truth = store.node.store
     assert truth is not None
-    await pause(worker.process)
+    await paused(worker.process)
     await passes(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4
     assert store.node._maintenance is not None
@@ -341,24 +306,22 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
 async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
     store: store_process.RunningStore,
     new_worker: NewWorker,
-    chain: Chain,
-    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
-    pause: Pause,
+    lone_worker: NewLoneWorker,
     tcp_only: None,
 ) -> None:
     """The store reads those frames as long as the peer may take the bytes; then the peer dies."""
     writer = await new_worker(store.address, "nixl")
-    put = await writer.put(chain("a", 20), range(20))
+    put = await writer.put(chain_of("a", 20), range(20))
     lone = await lone_worker(store.address, "nixl", "receive")
     node, truth = store.node, store.node.store
     assert truth is not None
     args = (lone.attachment_id, put.lease_id)
     outcome = await node.push(*args, "first", put.refs[:1], [0], 10.0)
     assert outcome.terminal
-    await pause(lone.process)
+    await paused(lone.process)
     outcome = await node.push(*args, "second", put.refs, range(20), 0.3)
     assert not outcome.terminal
-    await writer.client.release([put.lease_id], deadline=within())
+    await writer.release(put.lease_id)
     assert not node.close_push("second")
     assert truth.num_pinned() == 20
     assert await node.check_integrity() == ""
@@ -369,11 +332,11 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
 
 
 async def test_a_push_that_nobody_knows_is_over_and_stays_so(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """The question overtook the request: the request is refused when it comes."""
     worker = await new_worker(store.address, "nixl")
-    put = await worker.put(chain("a", 1), [0])
+    put = await worker.put(chain_of("a", 1), [0])
     assert store.node.close_push("late")
     before = worker.view.copy()
     with pytest.raises(Exception, match="already"):
@@ -387,12 +350,12 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
 
 
 async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
-    store: store_process.RunningStore, new_worker: NewWorker, chain: Chain
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """A lapsed lease is no stalled store: that would take the store from everybody."""
     worker = await new_worker(store.address, "nixl")
-    put = await worker.put(chain("a", 1), [0])
-    await worker.client.release([put.lease_id], deadline=within())
+    put = await worker.put(chain_of("a", 1), [0])
+    await worker.release(put.lease_id)
     rpc = worker.client._connection
     call = rpc.call
 

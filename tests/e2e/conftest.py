@@ -1,4 +1,5 @@
-"""The clusters of test_answers.py: five real processes on loopback, kept for all its tests."""
+"""What is right, and the clusters of test_answers.py: five real processes on loopback, kept for all
+its tests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from tests.harness.adapters import save_adapter
-from tests.harness.cluster import CLUSTERS, STORE_SIZE, assert_idle, oracle
+from tests.harness.cluster import CLUSTERS, STORE_SIZE, Oracle, assert_idle, oracle
+
+
+@pytest.fixture(scope="session")
+def reference() -> Oracle:
+    """Of what a cluster serves by default."""
+    return oracle(ClusterConfig().model)
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from baton import ClusterConfig, LocalCluster, cli
-from baton.answers import Completion, KvLeg
+from baton.answers import Completion
 from baton.client import Client, SyncClient
 from baton.errors import InvalidArgument
-from protos import common_pb2, inference_pb2
+from protos import common_pb2
 from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.beam_search import Search, beam_reference
@@ -36,7 +36,9 @@ from tests.harness.cluster import (
     Oracle,
     Sampling,
     assert_idle,
+    leg,
     oracle,
+    problems_of,
     prompts,
     run_engine,
     single_engine,
@@ -57,11 +59,6 @@ SCHEMA = {
 }
 PROMPT = "Once upon a time"
 TALK: Any = [{"role": "user", "content": "Tell me a story about a dog."}]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Oracle:
-    return oracle(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +88,6 @@ async def complete_all(
         return list(await asyncio.gather(*(one(index) for index in range(len(wanted)))))
 
 
-def leg(completion: Completion, role: str) -> KvLeg:
-    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
-    return found
-
-
 def assert_moved(completion: Completion) -> None:
     """The account sums up, and decode computed nothing of the prompt."""
     num_prompt = completion.usage.num_prompt_tokens
@@ -114,6 +106,33 @@ def split(total: int, rng: random.Random) -> list[int]:
         sizes.append(min(total, rng.randint(1, 32)))
         total -= sizes[-1]
     return sizes
+
+
+@over_one_transport
+def test_the_stores_own_counters_saw_the_bytes(
+    cluster: LocalCluster, client: SyncClient, seed: int
+) -> None:
+    """First of all: blocks of earlier answers would be written back late."""
+    rng = random.Random(seed + 2)
+    before = assert_idle(cluster).stores[0]
+    frame_bytes = before.frame_bytes
+    for length in (5, 16, 33, 90):
+        prompt = [rng.randrange(100, 2000) for _ in range(length)]
+        answer = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
+        num_bytes = -(-length // BLOCK_SIZE) * frame_bytes  # a tail block travels like a full one
+        after = before
+        deadline_s = time.monotonic() + 40
+        while after.num_bytes_read - before.num_bytes_read < num_bytes:
+            assert time.monotonic() < deadline_s, "the store does not hear of what was read"
+            after = assert_idle(cluster).stores[0]
+        assert after.num_bytes_written - before.num_bytes_written == num_bytes
+        # A worker tells of its reads with its next renewal or release: some may be older.
+        assert after.num_bytes_read % frame_bytes == 0
+        assert leg(answer, "decode").num_bytes_read == num_bytes
+        assert leg(answer, "prefill").num_bytes_written == num_bytes
+        assert answer.provenance.legs[0].transport == cluster.config.transport
+        before = after
+    assert assert_idle(cluster).stores[0].num_bytes_written == before.num_bytes_written
 
 
 async def test_greedy_equals_transformers_with_and_without_a_prefix_hit(
@@ -157,44 +176,6 @@ async def test_sampled_equals_one_engine_whatever_the_batch_around(
         assert list(answer.token_ids) == right, (len(prompt), one)
         assert answer.seed == one["seed"]
         assert_moved(answer)
-
-
-def _settled(cluster: LocalCluster) -> inference_pb2.StoreStatus:
-    """The store, idle and no longer counting: blocks of earlier answers are written back late."""
-    deadline = time.monotonic() + 40
-    now = assert_idle(cluster).stores[0]
-    while True:
-        before = now
-        time.sleep(0.5)
-        now = assert_idle(cluster).stores[0]
-        if (now.num_bytes_written, now.num_bytes_read) == (
-            before.num_bytes_written,
-            before.num_bytes_read,
-        ):
-            return now
-        assert time.monotonic() < deadline, "the store goes on counting"
-
-
-@over_one_transport
-def test_the_stores_own_counters_saw_the_bytes(
-    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
-) -> None:
-    rng = random.Random(seed + 2)
-    before = _settled(cluster)
-    for length in (5, 16, 33, 90):
-        prompt = [rng.randrange(100, 2000) for _ in range(length)]
-        answer = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
-        after = _settled(cluster)
-        num_blocks = -(-length // BLOCK_SIZE)  # a tail block travels like a full one
-        assert after.num_bytes_written - before.num_bytes_written == num_blocks * after.frame_bytes
-        # A worker tells of its reads with its next renewal or release: some may be older.
-        num_bytes_read = after.num_bytes_read - before.num_bytes_read
-        assert num_bytes_read >= num_blocks * after.frame_bytes
-        assert num_bytes_read % after.frame_bytes == 0
-        assert leg(answer, "decode").num_bytes_read == num_blocks * after.frame_bytes
-        assert leg(answer, "prefill").num_bytes_written == num_blocks * after.frame_bytes
-        assert answer.provenance.legs[0].transport == cluster.config.transport
-        before = after
 
 
 @over_one_transport
@@ -242,7 +223,7 @@ def test_the_index_in_redis_knows_what_the_store_holds(
     deadline = time.monotonic() + 10
     while audited()["num_right"] < before["num_right"] + 70 // BLOCK_SIZE:
         assert time.monotonic() < deadline, "the prompt's blocks are not in the index"
-    assert list(client.status().problems) == []
+    assert problems_of(client.status()) == []
 
 
 @over_one_transport
@@ -425,10 +406,7 @@ def test_an_adapter_is_its_merged_weights(client: SyncClient, adapter: Path) -> 
 
 @over_one_transport
 def test_an_adapter_comes_and_goes_at_run_time(
-    cluster: LocalCluster,
-    client: SyncClient,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cluster: LocalCluster, client: SyncClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = oracle(MODEL)
     folder = save_adapter(tmp_path / "b", source.model, 2)

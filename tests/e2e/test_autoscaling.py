@@ -29,18 +29,11 @@ _VOCAB_SIZE = 2048
 _SETTLE_S = 120.0
 _FEWEST_JUDGED = 50
 # No CPU meets these, so that a little load is too much for one worker, on any machine.
-_TIGHT = (
-    "autoscaler.plan.targets.ttft_s=0.005",
-    "autoscaler.plan.targets.tpot_s=0.001",
-)
+_TIGHT = ("autoscaler.plan.targets.ttft_s=0.005", "autoscaler.plan.targets.tpot_s=0.001")
 
 
 def _run(
-    stretches: Sequence[Stretch],
-    name: str,
-    tmp_path: Path,
-    *,
-    config: ClusterConfig | None = None,
+    stretches: Sequence[Stretch], name: str, tmp_path: Path, *, config: ClusterConfig | None = None
 ) -> Drive:
     with LocalCluster(config or autoscaling.config(*_TIGHT, most=2)) as cluster:
         driven = asyncio.run(autoscaling.drive(cluster, stretches, settle_s=_SETTLE_S))

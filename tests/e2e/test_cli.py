@@ -64,17 +64,8 @@ class Up:
         return line
 
     def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Another command of the same user, in this process: Python's start would take longer."""
-        out, err = io.StringIO(), io.StringIO()
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            for name, value in self.environment.items():
-                patch.setenv(name, value)
-            code = cli.main(arguments)
-        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+        """Another command of the same user."""
+        return _in_this_process(self.environment, *arguments)
 
     def wait_for_nobody(self) -> None:
         _, alive = psutil.wait_procs(self.children, timeout=STOP_TIMEOUT_S)
@@ -96,6 +87,22 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": paths,
         "COLUMNS": "200",
     }
+
+
+def _in_this_process(
+    environment: dict[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """A command whose interpreter need not start anew."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        code = cli.main(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def _baton(
@@ -215,7 +222,7 @@ def test_a_busy_port(up: Up) -> None:
     (state,) = (Path(up.environment["XDG_RUNTIME_DIR"]) / "baton").glob("*.json")
     listening = json.loads(state.read_text())
     port = listening["address"].rpartition(":")[2]
-    refused = _baton(up.environment, "up", "--port", port)
+    refused = up.baton("up", "--port", port)
     assert refused.returncode == 1
     assert f"port {port}" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
@@ -243,7 +250,8 @@ def test_a_wrong_setting_is_the_components_own_line(tmp_path: Path, part: str) -
 def test_a_broken_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    refused = _baton(_environment(tmp_path), "up", "--model", str(tmp_path / "model"))
+    model = str(tmp_path / "model")
+    refused = _in_this_process(_environment(tmp_path), "up", "--model", model)
     assert refused.returncode == 1
     assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
 

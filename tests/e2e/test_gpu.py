@@ -18,17 +18,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.cluster.command_lines import ProcessSpec
 
 from baton import ClusterConfig, LocalCluster
-from baton.answers import Completion, KvLeg
+from baton.answers import Completion
 from baton.client import Client, SyncClient
 from baton.cluster import command_lines as cluster_plan
-from baton.cluster.command_lines import ProcessSpec
 from baton.errors import ClusterError
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.request import Sampling
-from tests.harness.cluster import BLOCK_SIZE, assert_idle, oracle, prompts, run_engine
+from tests.harness.cluster import (
+    BLOCK_SIZE,
+    assert_idle,
+    leg,
+    oracle,
+    prompts,
+    run_engine,
+    streamed,
+)
 
 _NO_GPU = "" if torch.cuda.is_available() else "NO GPU TEST: torch finds no CUDA device"
 pytestmark = [
@@ -60,11 +68,6 @@ def alone(prompt: Sequence[int], sampling: Sampling, name: str) -> list[int]:
     """What one engine says, with nothing cached."""
     (tokens,) = run_engine(one_engine(), [(prompt, sampling)], prefix_cache=name)
     return tokens
-
-
-def leg(completion: Completion, role: str) -> KvLeg:
-    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
-    return found
 
 
 def assert_accounts(answer: Completion) -> None:
@@ -134,26 +137,6 @@ def test_tokens_equal_one_engine_on_the_same_gpu(
                 assert max(computed) <= BLOCK_SIZE
 
 
-async def _stream(client: Client, prompt: Sequence[int], started: asyncio.Event) -> Completion:
-    tokens: list[int] = []
-    last = None
-    async for chunk in client.generate(
-        list(prompt),
-        max_tokens=2 * MAX_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        timeout_s=BUDGET_S,
-    ):
-        tokens += chunk.token_ids
-        started.set()
-        last = chunk
-    assert last is not None and last.end is not None and last.end.provenance is not None
-    end = last.end
-    return Completion(
-        last.request_id, "", tuple(tokens), end.finish_reason, end.usage, end.provenance
-    )
-
-
 async def test_a_killed_prefill_worker_leaves_every_stream_exact(
     seed: int, record_property: Record
 ) -> None:
@@ -176,8 +159,12 @@ async def test_a_killed_prefill_worker_leaves_every_stream_exact(
         for victim in victims:
             started = asyncio.Event()
             async with Client(pairs.address) as client:
+                options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": BUDGET_S}
                 streams = [
-                    asyncio.create_task(_stream(client, prompt, started)) for prompt in wanted
+                    asyncio.create_task(
+                        streamed(client, prompt, started, max_tokens=2 * MAX_TOKENS, **options)
+                    )
+                    for prompt in wanted
                 ]
                 async with asyncio.timeout(BUDGET_S):
                     await started.wait()
@@ -267,12 +254,7 @@ def test_decode_reads_the_prefill_workers_gpu(
     """The direct handover: out of one engine's cache into the other's, the store written behind."""
     if way == "nixl":
         pytest.importorskip("nixl_cu13._api", reason="NIXL is not installed")
-    config = ClusterConfig(
-        port=0,
-        device=gpus(),
-        handover=handover,
-        direct_transport=way,
-    )
+    config = ClusterConfig(port=0, device=gpus(), handover=handover, direct_transport=way)
     wanted = prompts(oracle(MODEL), random.Random(f"{seed}-{way}"), 30)
     sampling = Sampling(max_tokens=MAX_TOKENS, ignore_eos=True)
     with LocalCluster(config) as cluster, SyncClient(cluster.address) as client:

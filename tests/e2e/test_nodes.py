@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster
-from baton.answers import Completion, KvLeg
+from baton.answers import Completion
 from baton.client import Client, SyncClient
 from process import signing_keys
 from process.authorization import PeerRole
-from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts
+from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, leg, prompts
 from tests.wire.test_roles import methods
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -71,11 +71,6 @@ messages are empty: any answer but UNAVAILABLE says that the method was reached.
 
 
 @pytest.fixture(scope="module")
-def reference() -> Oracle:
-    return oracle(MODEL)
-
-
-@pytest.fixture(scope="module")
 def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
@@ -107,11 +102,6 @@ def nodes(log_dir: Path) -> Iterator[LocalCluster]:
         assert_idle(running)
         key_file = running.handle_keys_file
     assert not key_file.exists()
-
-
-def leg(completion: Completion, role: str) -> KvLeg:
-    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
-    return found
 
 
 def answer(cluster: LocalCluster, prompt: list[int]) -> Completion:

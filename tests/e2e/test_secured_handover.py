@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster, api_key_file, development_certificates
-from baton.answers import Chunk, Completion, KvLeg
+from baton.answers import Chunk, Completion
 from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
 from engine.config import EngineConfig
@@ -31,19 +31,15 @@ from kvstore.node_ids import lender_node_id
 from process import api_keys, rpc
 from process.authorization import RULES, PeerRole
 from process.tls import TlsIdentity
-from protos import (
-    common_pb2,
-    inference_pb2,
-    prefill_pb2_grpc,
-    worker_control_pb2,
-    worker_control_pb2_grpc,
-)
+from protos import common_pb2, prefill_pb2_grpc, worker_control_pb2, worker_control_pb2_grpc
 from tests.harness.cluster import (
     BLOCK_SIZE,
     STORE_SIZE,
     Oracle,
     assert_idle,
+    leg,
     oracle,
+    problems_of,
     prompts,
     run_engine,
 )
@@ -61,11 +57,6 @@ PROMPT = "The lighthouse keeper wrote in her log that the storm would pass. " * 
 LENDER = lender_node_id("prefill-0")
 
 Ask = Callable[[], Awaitable[common_pb2.WorkerStatus]]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Oracle:
-    return oracle(MODEL)
 
 
 @pytest.fixture(scope="module", params=["grpc", pytest.param("nixl", marks=pytest.mark.long)])
@@ -93,11 +84,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         assert_idle(running)
 
 
-def leg(completion: Completion, role: str) -> KvLeg:
-    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
-    return found
-
-
 def long_prompt(reference: Oracle, rng: random.Random) -> list[int]:
     """Of many blocks and a tail, whose answer does not end at once."""
     while True:
@@ -110,11 +96,6 @@ def key_of(cluster: LocalCluster, tenant: str) -> str:
     key, key_id, entry = api_keys.new_key(tenant)
     api_key_file.add(Path(cluster.secured.api_keys_file), key_id, entry)
     return key
-
-
-def problems_of(status: inference_pb2.GetClusterStatusReply) -> list[str]:
-    """But how fast links are: that is the machine's, which may have other things to do."""
-    return [problem for problem in status.problems if " is degraded: " not in problem]
 
 
 async def test_streams_are_exact_and_come_out_of_the_prefill_workers_cache(

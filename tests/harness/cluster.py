@@ -6,6 +6,7 @@ Prompts are real text of the bundled corpus, cut to lengths that sit on and besi
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
@@ -20,6 +21,8 @@ import torch
 import transformers
 
 from baton import LocalCluster
+from baton.answers import Completion, KvLeg
+from baton.client import Client, collect_chunks
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
@@ -122,6 +125,23 @@ def run_engine(
     return list(outputs.values())
 
 
+def leg(completion: Completion, role: str) -> KvLeg:
+    """The one of that role."""
+    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
+    return found
+
+
+async def streamed(
+    client: Client, prompt: Sequence[int], began: asyncio.Event, **options: Any
+) -> Completion:
+    """The answer to `Client.generate`. began: set once its first tokens have come."""
+    chunks = []
+    async for chunk in client.generate(list(prompt), **options):
+        chunks.append(chunk)
+        began.set()
+    return collect_chunks(chunks)
+
+
 TRANSPORTS = ("shm", "nixl", "grpc")
 DRAWN_TRANSPORT = TRANSPORTS[1 + TURN % 2]
 """What a cluster has that may have any: by the seed one of those that are not the default."""
@@ -163,6 +183,11 @@ def assert_idle(
                 return status
             assert time.monotonic() < deadline, found
             time.sleep(0.05)
+
+
+def problems_of(status: inference_pb2.GetClusterStatusReply) -> list[str]:
+    """But how fast links are: that is the machine's, which may have other things to do."""
+    return [problem for problem in status.problems if " is degraded: " not in problem]
 
 
 def complaints(status: inference_pb2.GetClusterStatusReply) -> list[str]:

@@ -269,7 +269,7 @@ async def stored(
     transport: str, seed: int, block_bytes: int = BLOCK_BYTES, num_blocks: int = NUM_BLOCKS
 ) -> AsyncIterator[Stored]:
     """The writer's transport is `transport`."""
-    capacity_bytes = max(SETTINGS.capacity_bytes, 9 * block_bytes)
+    capacity_bytes = max(SETTINGS.capacity_bytes, 5 * block_bytes)
     settings = dataclasses.replace(SETTINGS, capacity_bytes=capacity_bytes)
     async with local_store(settings) as store:
         writer = Worker(transport, block_bytes, num_blocks, seed)

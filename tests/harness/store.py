@@ -18,6 +18,8 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+import pytest
+from kvstore.store_connection import HEARTBEAT_S
 
 from kvstore import block_hash, store_process, store_status, wire
 from kvstore.block_refs import Block
@@ -25,15 +27,16 @@ from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import StoreIntegrityError, TransferCancelled, TransferTimeout, reason_of
-from kvstore.store_connection import HEARTBEAT_S
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
 from protos import inference_pb2, kvstore_pb2
+from tests.harness import forks
 from tests.harness.fake_device import FakeDevice
+from tests.harness.forks import Forked
 from tests.harness.service_process import own_address
-from tests.harness.waiting import Gate, within
+from tests.harness.waiting import Clock, Gate, until, within
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -61,6 +64,17 @@ def chain_of(name: str, num_blocks: int) -> list[bytes]:
 
 class OnDevice(str):
     """The name of a transport, for a worker whose blocks lie on a device."""
+
+
+def name_of(transport: str) -> str:
+    """Of a case."""
+    return f"{transport}-device" if isinstance(transport, OnDevice) else transport
+
+
+anywhere = pytest.mark.parametrize(
+    "transport", [*TRANSPORTS, *map(OnDevice, TRANSPORTS)], ids=name_of
+)
+"""Each transport, wherever the worker's blocks lie."""
 
 
 class LocalStore(store_process.RunningStore):
@@ -136,6 +150,22 @@ async def local_store(
         yield LocalStore(running.node, running.address, running.publisher, running.metrics_address)
         error = await running.node.check_integrity()
         assert law in error if law else not error
+
+
+def driven(store: store_process.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Give the store a clock of the test's own. Returns: a wait for a condition, in which a second
+    passes on that clock between two looks."""
+    clock = Clock(store.node.now_s())
+    store.node._clock = clock
+
+    async def passes(condition: Callable[[], bool]) -> None:
+        def look() -> bool:
+            clock.now_s += 1.0
+            return condition()
+
+        await until(look)
+
+    return passes
 
 
 class HeldCopies:
@@ -423,10 +453,12 @@ NewWorker = Callable[..., Awaitable[Worker]]
 class StoreProcess:
     """`python -m kvstore` in a process of its own, always on one port."""
 
-    def __init__(self, settings: KvStoreSettings) -> None:
+    def __init__(self, settings: KvStoreSettings, *, is_forked: bool = True) -> None:
+        """is_forked: see forks.py; else it has an interpreter from the start to the end."""
         self.settings = dataclasses.replace(settings, listen=own_address())
         self.address = self.settings.listen
-        self.process: asyncio.subprocess.Process
+        self.process: asyncio.subprocess.Process | Forked
+        self._is_forked = is_forked
 
     async def start(self) -> dict[str, str]:
         """Returns: the fields of the ready line."""
@@ -436,9 +468,13 @@ class StoreProcess:
             for field in dataclasses.fields(defaults)
             if (value := getattr(self.settings, field.name)) != getattr(defaults, field.name)
         ]
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvstore", *overrides, stderr=asyncio.subprocess.PIPE
-        )
+        argv = ("-m", "kvstore", *overrides)
+        if self._is_forked:
+            self.process = await forks.start(*argv)
+        else:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, *argv, stderr=asyncio.subprocess.PIPE
+            )
         return await self.line("ready")
 
     async def line(self, event: str) -> dict[str, str]:
@@ -471,7 +507,11 @@ class StoreProcess:
         return self.process.returncode or 0
 
 
-async def paused(process: asyncio.subprocess.Process) -> None:
+NewStore = Callable[..., Awaitable[StoreProcess]]
+"""`new_store(settings)`: ready."""
+
+
+async def paused(process: asyncio.subprocess.Process | Forked) -> None:
     """Stop a process, and wait until each of its threads has stopped."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")

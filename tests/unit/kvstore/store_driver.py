@@ -1,5 +1,5 @@
-"""What the state machines do with a store and see of it. They hold for any cut of its classes: how
-the store is called stands here alone.
+"""A store whose bytes nobody moves, for named cases; and what the state machines do with a store
+and see of it, which holds for any cut of its classes: how the store is called stands here alone.
 """
 
 from __future__ import annotations
@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from kvstore.block_changes import ChangeLog
+from kvstore.block_history import BlockHistory
+from kvstore.tenant_shares import TenantShares
 
 from kvstore import invariants
 from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block, StoredPage
 from kvstore.block_store import BlockStore, PrefixMatch, Reserved, StoreLimits, WrittenFrame
 from kvstore.frame_table import Demotion, PageWrite, Promotion
+from kvstore.prefix_tree import TreeNode
 from kvstore.slot_pool import SlotState
+
+GRACE_S = 30.0
+"""How long what a gone worker may still write into stays out of use."""
 
 
 class StoreDriver:
@@ -164,3 +171,140 @@ class StoreDriver:
             "bad": moves.num_pages_bad,
             "evicted": self.store.table.num_evictions,
         }
+
+
+def hashes_of(prompt: int, length: int, tenant: str = "") -> list[bytes]:
+    """Chain hashes of a prompt's first blocks, which begin with its tenant's name."""
+    return [
+        tenant.encode() + bytes([prompt, index]).rjust(16 - len(tenant), b"h")
+        for index in range(length)
+    ]
+
+
+class StoreBench:
+    """A store whose bytes are not moved, and a worker of it. Every law holds after each call."""
+
+    def __init__(
+        self,
+        num_frames: int = 8,
+        num_pages: int = 0,
+        *,
+        shares: TenantShares | None = None,
+        history: BlockHistory | None = None,
+    ) -> None:
+        limits = StoreLimits(100.0, GRACE_S, shares or TenantShares())
+        self.log = ChangeLog()
+        self.generations = np.zeros(num_frames, np.uint64)
+        self.store = BlockStore(
+            num_frames, 1000, limits, published=self.generations, changes=self.log, history=history
+        )
+        self.table = self.store.table
+        if num_pages:
+            self.table.open_pages(num_pages, [])
+        self.worker = self.attach("w1")
+
+    def attach(self, worker_id: str, *, one_sided: bool = True, life: bytes = b"1") -> str:
+        """Returns: the attachment."""
+        transport = "shm" if one_sided else "grpc"
+        return self.store.attach(worker_id, life, transport, one_sided, 0.0).attachment_id
+
+    def reserve(
+        self,
+        chain: Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        tail: str = "",
+        who: str = "",
+        now_s: float = 0.0,
+        **options: Any,
+    ) -> tuple[str, list[Reserved], Reserved | None]:
+        """For 10 s. who: an attachment; by default the worker's."""
+        answer = self.store.reserve(
+            who or self.worker, parent, chain, tail_name=tail, ttl_s=10.0, now_s=now_s, **options
+        )
+        self.check()
+        return answer
+
+    def commit(
+        self, lease_id: str, answers: Sequence[Reserved], *, who: str = "", now_s: float = 0.0
+    ) -> list[Block]:
+        blocks = self.store.commit(who or self.worker, lease_id, _written(answers), now_s)
+        self.check()
+        return blocks
+
+    def abort(
+        self,
+        lease_id: str,
+        answers: Sequence[Reserved],
+        *,
+        quarantine: bool,
+        who: str = "",
+        now_s: float = 0.0,
+    ) -> None:
+        frames = _written(answers)
+        self.store.abort(who or self.worker, lease_id, frames, quarantine=quarantine, now_s=now_s)
+        self.check()
+
+    def put(self, chain: Sequence[bytes], *, who: str = "", **options: Any) -> list[Block]:
+        """Reserve, commit and let go: present and unpinned."""
+        lease_id, answers, _ = self.reserve(chain, who=who, **options)
+        blocks = self.commit(lease_id, answers, who=who)
+        self.store.release([lease_id], now_s=0.0)
+        self.check()
+        return blocks
+
+    def put_prompt(self, prompt: int, length: int, tenant: str = "") -> list[TreeNode]:
+        """As `put`. Returns: the entries of those that are present."""
+        chain = hashes_of(prompt, length, tenant)
+        self.put(chain, tenant=tenant)
+        return self.store.tree.longest_prefix(chain)
+
+    def begin_demotion(self) -> Demotion:
+        demotion = self.table.begin_demotion(8)
+        assert demotion is not None
+        return demotion
+
+    def end_demotion(self, demotion: Demotion, done: Sequence[bool]) -> None:
+        self.table.end_demotion(demotion, done)
+        self.check()
+
+    def demote_all(self, most: int = 1000) -> None:
+        """No more than so many blocks are written."""
+        num_writes = 0
+        while (demotion := self.table.begin_demotion(8)) is not None:
+            num_writes += len(demotion.writes)
+            assert num_writes <= most
+            self.end_demotion(demotion, [True] * len(demotion.writes))
+
+    def begin_promotion(self, entry: TreeNode) -> Promotion:
+        promotion = self.table.begin_promotion(entry)
+        assert promotion is not None
+        return promotion
+
+    def end_promotion(self, promotion: Promotion, is_good: bool) -> int:
+        """Returns: how many blocks were lost."""
+        num_lost = self.table.end_promotion(promotion, is_good)
+        self.check()
+        return num_lost
+
+    def changes(self) -> list[tuple[bool, bytes]]:
+        """What came or left since this was last asked, in order."""
+        return [(each.is_present, each.chain_hash) for each in self.log.take(9999)]
+
+    def count(self, state: SlotState) -> int:
+        return self.store.frames.count(state)
+
+    def num_present(self, chain: Sequence[bytes]) -> int:
+        return len(self.store.match(chain, pin=False, now_s=0.0).blocks)
+
+    def check(self) -> None:
+        invariants.check(self.store)
+
+
+def _written(answers: Sequence[Reserved]) -> list[WrittenFrame]:
+    """Frames that were reserved, with their bytes."""
+    return [
+        WrittenFrame(each.frame, each.generation, checksum=each.frame + 100, num_tokens=16)
+        for each in answers
+        if each.frame >= 0
+    ]

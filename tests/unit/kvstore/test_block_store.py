@@ -3,25 +3,16 @@ test_store_machine."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+
 import pytest
 
-from kvstore import invariants
-from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block
-from kvstore.block_store import (
-    NO_ROOM,
-    BlockStore,
-    PrefixMatch,
-    Reserved,
-    StoreLimits,
-    WrittenFrame,
-)
+from kvstore.block_store import NO_ROOM, PrefixMatch, Reserved
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition, InvalidArgument
-
-GRACE_S = 30.0
+from tests.unit.kvstore.store_driver import GRACE_S, StoreBench
 
 
 def _hash(number: int) -> bytes:
@@ -31,94 +22,40 @@ def _hash(number: int) -> bytes:
 CHAIN = [_hash(i) for i in range(1, 7)]
 
 
-class _Bench:
-    """A store with one worker for each way of writing, and shorthands."""
-
-    def __init__(self, num_frames: int = 8) -> None:
-        limits = StoreLimits(max_ttl_s=100.0, quarantine_grace_s=GRACE_S)
-        self.log = ChangeLog()
-        self.generations = np.zeros(num_frames, np.uint64)
-        self.store = BlockStore(
-            num_frames, 1000, limits, published=self.generations, changes=self.log
-        )
-        self.worker = self.attach("w1", one_sided=True)
-        self.other = self.attach("w2", one_sided=True)
-        self.chunked = self.attach("w3", one_sided=False)
-
-    def attach(self, worker_id: str, *, one_sided: bool, life: bytes = b"1") -> str:
-        transport = "shm" if one_sided else "grpc"
-        return self.store.attach(worker_id, life, transport, one_sided, 0.0).attachment_id
-
-    def reserve(
-        self,
-        chain: list[bytes],
-        *,
-        parent: bytes = b"",
-        lease_id: str = "",
-        tail: str = "",
-        who: str = "",
-        now_s: float = 0.0,
-    ) -> tuple[str, list[Reserved], Reserved | None]:
-        answer = self.store.reserve(
-            who or self.worker,
-            parent,
-            chain,
-            tail_name=tail,
-            lease_id=lease_id,
-            ttl_s=10.0,
-            now_s=now_s,
-        )
-        invariants.check(self.store)
-        return answer
-
-    def commit(
-        self, lease_id: str, answers: list[Reserved], *, who: str = "", now_s: float = 0.0
-    ) -> list[Block]:
-        written = [
-            WrittenFrame(a.frame, a.generation, checksum=a.frame + 100, num_tokens=16)
-            for a in answers
-            if a.frame >= 0
-        ]
-        blocks = self.store.commit(who or self.worker, lease_id, written, now_s)
-        invariants.check(self.store)
-        return blocks
-
-    def put(self, chain: list[bytes], *, parent: bytes = b"", who: str = "") -> list[Block]:
-        """Reserve, commit and let go: present and unpinned."""
-        lease_id, answers, _ = self.reserve(chain, parent=parent, who=who)
-        blocks = self.commit(lease_id, answers, who=who)
-        self.store.release([lease_id], now_s=0.0)
-        invariants.check(self.store)
-        return blocks
-
-    def changes(self) -> list[tuple[bool, bytes]]:
-        """What came or left since this was last asked."""
-        return [(each.is_present, each.chain_hash) for each in self.log.take(999)]
-
-    def count(self, state: SlotState) -> int:
-        return self.store.frames.count(state)
-
-    def present(self, chain: list[bytes]) -> int:
-        return len(self.store.match(chain, pin=False, now_s=0.0).blocks)
+@pytest.fixture
+def bench() -> Iterator[StoreBench]:
+    made = StoreBench()
+    yield made
+    made.check()
 
 
-def test_a_block_is_visible_only_after_its_commit() -> None:
-    bench = _Bench()
+@pytest.fixture
+def other(bench: StoreBench) -> str:
+    """Another worker."""
+    return bench.attach("w2")
+
+
+@pytest.fixture
+def chunked(bench: StoreBench) -> str:
+    """A worker whose bytes the store itself writes."""
+    return bench.attach("w3", one_sided=False)
+
+
+def test_a_block_is_visible_only_after_its_commit(bench: StoreBench) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:3])
-    assert bench.present(CHAIN) == 0
+    assert bench.num_present(CHAIN) == 0
     blocks = bench.commit(lease_id, answers)
-    assert bench.present(CHAIN) == 3
+    assert bench.num_present(CHAIN) == 3
     assert [block.chain_hash for block in blocks] == CHAIN[:3]
     assert all(block.generation % 2 == 0 for block in blocks)
     assert bench.store.counters.num_bytes_written == 3000
 
 
-def test_of_two_writers_the_first_to_commit_wins() -> None:
-    bench = _Bench()
+def test_of_two_writers_the_first_to_commit_wins(bench: StoreBench, other: str) -> None:
     one, answers_one, _ = bench.reserve(CHAIN[:2])
-    two, answers_two, _ = bench.reserve(CHAIN[:2], who=bench.other)
+    two, answers_two, _ = bench.reserve(CHAIN[:2], who=other)
     assert {a.frame for a in answers_one}.isdisjoint({a.frame for a in answers_two})
-    won = bench.commit(two, answers_two, who=bench.other)
+    won = bench.commit(two, answers_two, who=other)
     lost = bench.commit(one, answers_one)
     assert lost == won
     assert bench.count(SlotState.COMMITTED) == 2
@@ -128,47 +65,44 @@ def test_of_two_writers_the_first_to_commit_wins() -> None:
     assert bench.store.counters.num_bytes_written == 2000
 
 
-def test_what_is_present_is_pinned_and_not_reserved_again() -> None:
-    bench = _Bench()
+def test_what_is_present_is_pinned_and_not_reserved_again(bench: StoreBench, other: str) -> None:
     first = bench.put(CHAIN[:2])
-    _, answers, _ = bench.reserve(CHAIN[:3], who=bench.other)
+    _, answers, _ = bench.reserve(CHAIN[:3], who=other)
     assert [a.block for a in answers[:2]] == first
     assert answers[2].block is None and answers[2].has_room
     assert bench.store.num_pinned() == 2
 
 
-def test_asking_twice_under_one_lease_gives_the_same_frames() -> None:
-    bench = _Bench()
+def test_asking_twice_under_one_lease_gives_the_same_frames(bench: StoreBench) -> None:
     lease_id, first, _ = bench.reserve(CHAIN[:2])
     _, again, _ = bench.reserve(CHAIN[:3], lease_id=lease_id)
     assert again[:2] == first
     assert bench.count(SlotState.WRITING) == 3
 
 
-def test_a_parent_must_be_there_or_be_written_under_the_same_lease() -> None:
-    bench = _Bench()
+def test_a_parent_must_be_there_or_be_written_under_the_same_lease(
+    bench: StoreBench, other: str
+) -> None:
     lease_id, _, _ = bench.reserve(CHAIN[:1])
     bench.reserve(CHAIN[1:2], parent=CHAIN[0], lease_id=lease_id)
-    for own in ("", bench.reserve(CHAIN[4:5], who=bench.other)[0]):
+    for own in ("", bench.reserve(CHAIN[4:5], who=other)[0]):
         before = len(bench.store.leases)
         with pytest.raises(FailedPrecondition, match="parent"):
-            bench.reserve(CHAIN[1:2], parent=CHAIN[0], lease_id=own, who=bench.other)
+            bench.reserve(CHAIN[1:2], parent=CHAIN[0], lease_id=own, who=other)
         assert len(bench.store.leases) == before
 
 
-def test_a_child_cannot_be_committed_before_its_parent() -> None:
-    bench = _Bench()
+def test_a_child_cannot_be_committed_before_its_parent(bench: StoreBench) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     with pytest.raises(FailedPrecondition, match="parent"):
         bench.commit(lease_id, answers[1:])
-    assert bench.present(CHAIN) == 0
-    invariants.check(bench.store)
+    assert bench.num_present(CHAIN) == 0
+    bench.check()
     bench.commit(lease_id, answers)
-    assert bench.present(CHAIN) == 2
+    assert bench.num_present(CHAIN) == 2
 
 
-def test_a_commit_is_all_or_nothing() -> None:
-    bench = _Bench()
+def test_a_commit_is_all_or_nothing(bench: StoreBench, other: str) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     wrong = Reserved(frame=answers[1].frame, generation=answers[1].generation + 2)
     with pytest.raises(LeaseLapsed):
@@ -176,13 +110,12 @@ def test_a_commit_is_all_or_nothing() -> None:
     with pytest.raises(InvalidArgument, match="twice"):
         bench.commit(lease_id, [answers[0], answers[0]])
     with pytest.raises(LeaseLapsed):  # another worker's reservation
-        bench.commit(lease_id, answers, who=bench.other)
-    assert bench.present(CHAIN) == 0
-    invariants.check(bench.store)
+        bench.commit(lease_id, answers, who=other)
+    assert bench.num_present(CHAIN) == 0
 
 
 def test_no_room_ends_the_chain_and_the_tail() -> None:
-    bench = _Bench(num_frames=3)
+    bench = StoreBench(3)
     lease_id, answers, tail = bench.reserve(CHAIN[:5], tail="t")
     assert [a.has_room for a in answers] == [True, True, True, False, False]
     assert tail == NO_ROOM
@@ -192,11 +125,11 @@ def test_no_room_ends_the_chain_and_the_tail() -> None:
 
 
 def test_room_is_made_from_the_oldest_unpinned_tail_first() -> None:
-    bench = _Bench(num_frames=4)
+    bench = StoreBench(4)
     bench.put(CHAIN[:3])
     bench.reserve([_hash(50), _hash(51)])
-    assert bench.present(CHAIN[:3]) == 2
-    assert bench.store.table.num_evictions == 1
+    assert bench.num_present(CHAIN[:3]) == 2
+    assert bench.table.num_evictions == 1
     assert bench.changes()[-1] == (False, CHAIN[2])
     lease_id = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0).lease_id
     assert bench.reserve([_hash(52)])[1] == [NO_ROOM]
@@ -205,7 +138,7 @@ def test_room_is_made_from_the_oldest_unpinned_tail_first() -> None:
 
 
 def test_a_chain_being_extended_is_not_evicted_for_its_own_extension() -> None:
-    bench = _Bench(num_frames=3)
+    bench = StoreBench(3)
     bench.put(CHAIN[:3])
     _, answers, _ = bench.reserve(CHAIN[:5])
     assert [a.block is not None for a in answers] == [True, True, True, False, False]
@@ -214,23 +147,23 @@ def test_a_chain_being_extended_is_not_evicted_for_its_own_extension() -> None:
 
 def test_a_parent_stays_while_its_child_is_written() -> None:
     """Otherwise the child could not be committed: presence is prefix-closed."""
-    bench = _Bench(num_frames=3)
+    bench = StoreBench(3)
     bench.put(CHAIN[:1])
-    lease_id, answers, _ = bench.reserve(CHAIN[1:2], parent=CHAIN[0], who=bench.other)
+    other = bench.attach("w2")
+    lease_id, answers, _ = bench.reserve(CHAIN[1:2], parent=CHAIN[0], who=other)
     _, others, _ = bench.reserve([_hash(50), _hash(51)])
     assert [a.has_room for a in others] == [True, False]
-    bench.commit(lease_id, answers, who=bench.other)
-    assert bench.present(CHAIN) == 2
+    bench.commit(lease_id, answers, who=other)
+    assert bench.num_present(CHAIN) == 2
 
 
-def test_a_tail_is_private_leased_and_gone_with_its_last_lease() -> None:
-    bench = _Bench()
+def test_a_tail_is_private_leased_and_gone_with_its_last_lease(bench: StoreBench) -> None:
     lease_id, answers, tail = bench.reserve(CHAIN[:1], tail="r1")
     assert tail is not None
     *_, block = bench.commit(lease_id, [*answers, tail])
     assert block.chain_hash == b""
-    assert bench.present(CHAIN) == 1
-    assert bench.present([b"", CHAIN[0]]) == 0
+    assert bench.num_present(CHAIN) == 1
+    assert bench.num_present([b"", CHAIN[0]]) == 0
     assert bench.store.num_tails == 1
     pinned, num_pinned = bench.store.pin([block], ttl_s=5.0, now_s=0.0)
     assert num_pinned == 1
@@ -240,30 +173,27 @@ def test_a_tail_is_private_leased_and_gone_with_its_last_lease() -> None:
     assert bench.store.num_tails == 0
     assert bench.store.pin([block], ttl_s=5.0, now_s=0.0) == ("", 0)
     assert all(chain_hash for _, chain_hash in bench.changes())
-    invariants.check(bench.store)
 
 
 def test_a_tail_is_never_evicted() -> None:
-    bench = _Bench(num_frames=1)
+    bench = StoreBench(1)
     lease_id, _, tail = bench.reserve([], tail="r1")
     assert tail is not None
     bench.commit(lease_id, [tail])
     assert bench.reserve(CHAIN[:1])[1] == [NO_ROOM]
 
 
-def test_two_tails_of_one_name_are_two_tails() -> None:
+def test_two_tails_of_one_name_are_two_tails(bench: StoreBench) -> None:
     """A request served again must not meet its earlier attempt's tail."""
-    bench = _Bench()
     first = bench.reserve([], tail="r1")[2]
     second = bench.reserve([], tail="r1")[2]
     assert first is not None and second is not None and first.frame != second.frame
 
 
-def test_a_lapsed_lease_gives_everything_back() -> None:
-    bench = _Bench()
-    lease_id, answers, tail = bench.reserve(CHAIN[:2], tail="t", who=bench.chunked)
+def test_a_lapsed_lease_gives_everything_back(bench: StoreBench, chunked: str) -> None:
+    lease_id, answers, tail = bench.reserve(CHAIN[:2], tail="t", who=chunked)
     assert tail is not None
-    bench.commit(lease_id, [answers[0], tail], who=bench.chunked)
+    bench.commit(lease_id, [answers[0], tail], who=chunked)
     bench.store.lapse(9.9)
     assert bench.store.num_pinned() == 2
     bench.store.lapse(10.0)
@@ -272,14 +202,12 @@ def test_a_lapsed_lease_gives_everything_back() -> None:
     assert bench.count(SlotState.FREE) == 7
     assert bench.store.counters.num_leases_lapsed == 1
     with pytest.raises(LeaseLapsed):
-        bench.commit(lease_id, [answers[1]], who=bench.chunked, now_s=10.0)
+        bench.commit(lease_id, [answers[1]], who=chunked, now_s=10.0)
     with pytest.raises(LeaseLapsed):
         bench.store.renew(lease_id, ttl_s=1.0, now_s=10.0)
-    invariants.check(bench.store)
 
 
-def test_a_renewed_lease_lives_on() -> None:
-    bench = _Bench()
+def test_a_renewed_lease_lives_on(bench: StoreBench) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
     bench.store.renew(lease_id, ttl_s=10.0, num_bytes_read=5, now_s=9.0)
     bench.store.renew(lease_id, ttl_s=0.0, now_s=9.5)
@@ -289,48 +217,40 @@ def test_a_renewed_lease_lives_on() -> None:
     assert bench.store.counters.num_bytes_read == 5
 
 
-def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so() -> None:
-    bench = _Bench()
+def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so(
+    bench: StoreBench, other: str
+) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     bench.store.lapse(1000.0)
-    invariants.check(bench.store)
+    bench.check()
     assert bench.count(SlotState.QUARANTINED) == 2
-    written = [WrittenFrame(a.frame, a.generation) for a in answers]
-    bench.store.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
+    bench.abort(lease_id, answers, quarantine=False, who=other, now_s=1000.0)
     assert bench.count(SlotState.QUARANTINED) == 2  # not its own
-    bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
+    bench.abort(lease_id, answers, quarantine=False, now_s=1000.0)
     assert bench.count(SlotState.FREE) == 8
-    invariants.check(bench.store)
 
 
-def test_an_abort_with_quarantine_needs_a_second_one() -> None:
-    bench = _Bench()
+def test_an_abort_with_quarantine_needs_a_second_one(bench: StoreBench) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
-    written = [WrittenFrame(answers[0].frame, answers[0].generation)]
     for _ in range(2):
-        bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
-        invariants.check(bench.store)
+        bench.abort(lease_id, answers, quarantine=True)
         assert bench.count(SlotState.QUARANTINED) == 1
     for _ in range(2):
-        bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=0.0)
+        bench.abort(lease_id, answers, quarantine=False)
         assert bench.count(SlotState.FREE) == 8
-    invariants.check(bench.store)
 
 
-def test_an_aborted_block_can_be_reserved_again_under_the_same_lease() -> None:
-    bench = _Bench()
+def test_an_aborted_block_can_be_reserved_again_under_the_same_lease(bench: StoreBench) -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
-    written = [WrittenFrame(answers[0].frame, answers[0].generation)]
-    bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
+    bench.abort(lease_id, answers, quarantine=True)
     _, again, _ = bench.reserve(CHAIN[:1], lease_id=lease_id)
     assert again[0].frame != answers[0].frame
     bench.commit(lease_id, again)
-    assert bench.present(CHAIN) == 1
+    assert bench.num_present(CHAIN) == 1
 
 
 @pytest.mark.parametrize("by", ["detach", "next life", "dead process"])
-def test_quarantine_ends_when_the_writer_is_gone(by: str) -> None:
-    bench = _Bench()
+def test_quarantine_ends_when_the_writer_is_gone(bench: StoreBench, by: str) -> None:
     bench.reserve(CHAIN[:2])
     free_at = 5.0 + GRACE_S
     if by == "detach":
@@ -340,20 +260,19 @@ def test_quarantine_ends_when_the_writer_is_gone(by: str) -> None:
     else:
         bench.store.detach(bench.worker, 5.0, grace_s=0.0)
         free_at = 5.0
-    invariants.check(bench.store)
+    bench.check()
     bench.store.lapse(free_at - 0.01)
-    invariants.check(bench.store)
+    bench.check()
     assert bench.count(SlotState.QUARANTINED) == (0 if by == "dead process" else 2)
     bench.store.lapse(free_at)
     assert bench.count(SlotState.FREE) == 8
-    invariants.check(bench.store)
+    bench.check()
     with pytest.raises(UnknownAttachment):
         bench.reserve(CHAIN[:1])
 
 
-def test_one_life_of_a_worker_may_be_attached_twice() -> None:
+def test_one_life_of_a_worker_may_be_attached_twice(bench: StoreBench) -> None:
     """A worker's cache and the memory it parks in are two; the second does not end the first."""
-    bench = _Bench()
     bench.reserve(CHAIN[:2])
     second = bench.attach("w1", one_sided=True)
     assert bench.count(SlotState.WRITING) == 2
@@ -363,23 +282,21 @@ def test_one_life_of_a_worker_may_be_attached_twice() -> None:
     for gone in (bench.worker, second):
         with pytest.raises(UnknownAttachment):
             bench.reserve(CHAIN[:1], who=gone)
-    invariants.check(bench.store)
 
 
-def test_what_a_gone_worker_pinned_lives_until_its_leases_end() -> None:
+def test_what_a_gone_worker_pinned_lives_until_its_leases_end(bench: StoreBench) -> None:
     """The handle of a prefill worker that is scaled down is still good."""
-    bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     bench.commit(lease_id, answers)
     bench.store.detach(bench.worker, 1.0)
-    invariants.check(bench.store)
+    bench.check()
     assert bench.store.num_pinned() == 2
     bench.store.lapse(10.0)
     assert bench.store.num_pinned() == 0
 
 
 def test_a_pin_is_refused_at_the_first_block_that_changed() -> None:
-    bench = _Bench(num_frames=3)
+    bench = StoreBench(3)
     blocks = bench.put(CHAIN[:3])
     bench.reserve([_hash(50)])  # evicts the third
     lease_id, num_pinned = bench.store.pin(blocks, ttl_s=5.0, now_s=0.0)
@@ -387,11 +304,11 @@ def test_a_pin_is_refused_at_the_first_block_that_changed() -> None:
     forged = Block(_hash(9), blocks[0].frame, blocks[0].generation, 0, 16)
     assert bench.store.pin([forged], ttl_s=5.0, now_s=0.0) == ("", 0)
     bench.store.release([lease_id], now_s=0.0)
-    invariants.check(bench.store)
+    bench.check()
 
 
 def test_a_hold_keeps_frames_while_the_store_copies() -> None:
-    bench = _Bench(num_frames=1)
+    bench = StoreBench(1)
     (block,) = bench.put(CHAIN[:1])
     hold_id, held = bench.store.hold([block, Block(b"", 0, 6, 0, 1)])
     assert held == [True, False]
@@ -404,25 +321,17 @@ def test_a_hold_keeps_frames_while_the_store_copies() -> None:
 
 @pytest.mark.parametrize(
     ("parent", "chain"),
-    [
-        (b"short", CHAIN[:1]),
-        (b"", [b"short"]),
-        (b"", [CHAIN[0], CHAIN[0]]),
-        (CHAIN[0], [CHAIN[0]]),
-    ],
+    [(b"short", CHAIN[:1]), (b"", [b"short"]), (b"", [CHAIN[0], CHAIN[0]]), (CHAIN[0], [CHAIN[0]])],
 )
 def test_malformed_chains_are_refused_before_anything_is_taken(
-    parent: bytes, chain: list[bytes]
+    bench: StoreBench, parent: bytes, chain: list[bytes]
 ) -> None:
-    bench = _Bench()
     with pytest.raises(InvalidArgument):
         bench.reserve(chain, parent=parent)
     assert len(bench.store.leases) == 0
-    invariants.check(bench.store)
 
 
-def test_lookups_are_counted() -> None:
-    bench = _Bench()
+def test_lookups_are_counted(bench: StoreBench) -> None:
     bench.put(CHAIN[:2])
     bench.store.match(CHAIN, pin=False, now_s=0.0)
     bench.store.match([], pin=False, now_s=0.0)  # a heartbeat is no lookup
@@ -434,93 +343,77 @@ def test_lookups_are_counted() -> None:
     )
 
 
-def test_an_empty_match_makes_no_lease() -> None:
-    bench = _Bench()
+def test_an_empty_match_makes_no_lease(bench: StoreBench) -> None:
     assert bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0) == PrefixMatch([], "", 0)
     assert len(bench.store.leases) == 0
 
 
-def test_a_bad_block_goes_with_all_below_it() -> None:
-    bench = _Bench()
+def test_a_bad_block_goes_with_all_below_it(bench: StoreBench) -> None:
     blocks = bench.put(CHAIN[:4])
     branch = bench.put([_hash(90)], parent=CHAIN[0])
     bench.changes()
     assert bench.store.drop([blocks[1], blocks[1], blocks[2]]) == 3
-    invariants.check(bench.store)
+    bench.check()
     assert bench.changes() == [(False, CHAIN[3]), (False, CHAIN[2]), (False, CHAIN[1])]
-    assert bench.present(CHAIN) == 1 and bench.count(SlotState.FREE) == 6
+    assert bench.num_present(CHAIN) == 1 and bench.count(SlotState.FREE) == 6
     assert bench.store.drop(blocks[1:2]) == 0  # it is not there any more
     assert bench.store.hold(branch)[1] == [True]
 
 
-def test_blocks_below_a_bad_one_can_go_a_few_at_a_time() -> None:
+def test_blocks_below_a_bad_one_can_go_a_few_at_a_time(bench: StoreBench) -> None:
     """At each moment what is left is whole; the bad block goes last."""
-    bench = _Bench()
     blocks = bench.put(CHAIN[:4])
     bench.put([_hash(90), _hash(91)], parent=CHAIN[1])
     nums = []
     while num := bench.store.drop_below(blocks[1:3], 2):
         nums.append(num)
-        invariants.check(bench.store)
-    assert nums == [2, 2] and bench.present(CHAIN) == 2
+        bench.check()
+    assert nums == [2, 2] and bench.num_present(CHAIN) == 2
     assert bench.store.drop(blocks[1:2]) == 1
-    assert bench.present(CHAIN) == 1 and bench.store.drop_below(blocks[1:2], 2) == 0
-    invariants.check(bench.store)
+    assert bench.num_present(CHAIN) == 1 and bench.store.drop_below(blocks[1:2], 2) == 0
 
 
-def test_pins_on_dropped_blocks_end_with_their_leases() -> None:
+def test_pins_on_dropped_blocks_end_with_their_leases(bench: StoreBench) -> None:
     """Bad bytes are stale to every reader at once; good ones below stay readable for who leased
     them, and both frames stay out of use until then."""
-    bench = _Bench()
     bench.put(CHAIN[:3])
     match = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0)
     bench.store.drop(match.blocks[1:2])
-    invariants.check(bench.store)
+    bench.check()
     assert [bench.count(s) for s in (SlotState.COMMITTED, SlotState.QUARANTINED)] == [2, 1]
     assert bench.generations[match.blocks[1].frame] == match.blocks[1].generation + 1
     assert bench.store.hold(match.blocks)[1] == [True, False, True]
     again = bench.put(CHAIN[1:2], parent=CHAIN[0])  # a good copy may come while the bad one is read
-    assert bench.present(CHAIN) == 2 and again[0].frame != match.blocks[1].frame
+    assert bench.num_present(CHAIN) == 2 and again[0].frame != match.blocks[1].frame
     for lease in list(bench.store.leases):
         bench.store.release([lease.lease_id], now_s=0.0)
-    invariants.check(bench.store)
+    bench.check()
     assert bench.count(SlotState.QUARANTINED) == 0 and bench.count(SlotState.COMMITTED) == 2
 
 
-def test_a_bad_tail_is_stale_at_once_and_free_with_its_lease() -> None:
-    bench = _Bench()
+def test_a_bad_tail_is_stale_at_once_and_free_with_its_lease(bench: StoreBench) -> None:
     lease_id, _, tail = bench.reserve([], tail="t")
     assert tail is not None
     blocks = bench.commit(lease_id, [tail])
     assert bench.store.drop(blocks) == 1
-    invariants.check(bench.store)
+    bench.check()
     assert bench.store.hold(blocks)[1] == [False]
     bench.store.release([lease_id], now_s=0.0)
-    invariants.check(bench.store)
     assert bench.count(SlotState.FREE) == 8
 
 
-def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
-    bench = _Bench()
+def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing(bench: StoreBench) -> None:
     (first,) = bench.put(CHAIN[:1])
     lease_id, answers, _ = bench.reserve(CHAIN[1:2], parent=CHAIN[0])
     bench.store.drop([first])
     with pytest.raises(FailedPrecondition, match="parent"):
         bench.commit(lease_id, answers)
-    bench.store.abort(
-        bench.worker,
-        lease_id,
-        [WrittenFrame(answers[0].frame, answers[0].generation)],
-        quarantine=False,
-        now_s=0.0,
-    )
+    bench.abort(lease_id, answers, quarantine=False)
     bench.store.release([lease_id], now_s=0.0)
-    invariants.check(bench.store)
     assert bench.count(SlotState.FREE) == 8
 
 
-def test_hits_are_those_of_the_last_block_before_this_one() -> None:
-    bench = _Bench()
+def test_hits_are_those_of_the_last_block_before_this_one(bench: StoreBench) -> None:
     bench.put(CHAIN[:2])
     hits = [bench.store.match(CHAIN[:n], pin=False, now_s=0.0).num_hits for n in (1, 1, 2, 2, 1, 0)]
     assert hits == [0, 1, 0, 1, 4, 0]

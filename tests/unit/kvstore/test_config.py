@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from kvstore.config import KvStoreSettings
@@ -34,12 +32,3 @@ def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
 def test_a_wrong_value_is_refused_by_name(override: str, names: str) -> None:
     with pytest.raises(settings.SettingsError, match=names):
         settings.load(KvStoreSettings, overrides=[override])
-
-
-def test_every_field_says_what_it_means() -> None:
-    import inspect
-
-    source = inspect.getsource(KvStoreSettings)
-    for field in dataclasses.fields(KvStoreSettings):
-        after = source.split(f"    {field.name}:", 1)[1].split("\n", 1)[1]
-        assert after.lstrip().startswith('"""'), field.name

@@ -8,49 +8,33 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvstore import block_history, invariants
 from kvstore.block_history import MAX_EVENTS, BlockHistory
+from process.trace_spans import RecordingSpan, TraceContext
+
+from kvstore import block_history
 from kvstore.block_refs import Block
-from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.prefix_tree import TreeNode
-from process.trace_spans import NOOP_SPAN, RecordingSpan, TraceContext
+from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 TRACE = TraceContext(0xA1, 0xB2, True)
 
 
 def _hash(prompt: int, index: int) -> bytes:
-    return bytes([prompt, index]).rjust(16, b"h")
+    return hashes_of(prompt, index + 1)[index]
 
 
-class _Bench:
-    """A store over a file tier, whose bytes nobody moves."""
+class _Bench(StoreBench):
+    """It remembers, by a clock that goes on with each look; of what it is told in a trace, too."""
 
     def __init__(self, num_frames: int = 4, num_pages: int = 0, max_blocks: int = 64) -> None:
-        self.spans: list[RecordingSpan] = []
         ticks = itertools.count(1)
         past = BlockHistory(max_blocks, wall_clock=lambda: float(next(ticks)))
-        self.store = BlockStore(num_frames, 100, StoreLimits(), history=past)
-        if num_pages:
-            self.store.table.open_pages(num_pages, [])
-        self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
+        super().__init__(num_frames, num_pages, history=past)
+        self.spans: list[RecordingSpan] = []
 
-    def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[TreeNode]:
-        hashes = [_hash(prompt, i) for i in range(length)]
-        span = RecordingSpan(self.spans.append, "commit", TRACE, None) if is_traced else NOOP_SPAN
-        with span:
-            lease_id, answers, _ = self.store.reserve(
-                self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
-            )
-            written = [WrittenFrame(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
-            self.store.commit(self.worker, lease_id, written, 0.0)
-        self.store.release([lease_id], now_s=0.0)
-        invariants.check(self.store)
-        return self.store.tree.longest_prefix(hashes)
-
-    def demote_all(self) -> None:
-        while (demotion := self.store.table.begin_demotion(8)) is not None:
-            self.store.table.end_demotion(demotion, [True] * len(demotion.writes))
+    def put_traced(self, prompt: int, length: int) -> None:
+        with RecordingSpan(self.spans.append, "commit", TRACE, None):
+            self.put_prompt(prompt, length)
 
     def whats(self, prompt: int, index: int) -> list[str]:
         found = self.store.history.find(_hash(prompt, index), 1)
@@ -63,49 +47,44 @@ def _blocks(nodes: list[TreeNode]) -> list[Block]:
 
 def test_a_write_is_told_once_and_with_its_writer() -> None:
     bench = _Bench()
-    bench.put(0, 2)
-    bench.put(0, 2)  # there already: nothing happened to it
+    bench.put_prompt(0, 2)
+    bench.put_prompt(0, 2)  # there already: nothing happened to it
     ((_, past),) = bench.store.history.find(_hash(0, 1), 1)
-    assert [(event.what, event.worker_id) for event in past.events] == [("written", "w")]
+    assert [(event.what, event.worker_id) for event in past.events] == [("written", "w1")]
 
 
 def test_an_eviction_is_remembered_after_the_block_is_gone() -> None:
     bench = _Bench(num_frames=2)
-    bench.put(0, 2)
-    bench.put(1, 2)
+    bench.put_prompt(0, 2)
+    bench.put_prompt(1, 2)
     assert bench.store.tree.find(_hash(0, 0)) is None
     assert bench.whats(0, 0) == bench.whats(0, 1) == ["written", "evicted"]
 
 
 def test_the_way_through_the_file_tier() -> None:
     bench = _Bench(num_frames=2, num_pages=8)
-    nodes = bench.put(0, 2)
+    nodes = bench.put_prompt(0, 2)
     bench.demote_all()
-    bench.put(1, 2)
+    bench.put_prompt(1, 2)
     assert bench.whats(0, 0) == ["written", "demoted", "left_memory"]
     bench.demote_all()
-    promotion = bench.store.table.begin_promotion(nodes[0])
-    assert promotion is not None
-    bench.store.table.end_promotion(promotion, True)
+    bench.end_promotion(bench.begin_promotion(nodes[0]), True)
     assert bench.whats(0, 0) == ["written", "demoted", "left_memory", "promoted"]
-    invariants.check(bench.store)
 
 
 def test_a_bad_page_is_damage_and_what_hangs_on_it_is_lost() -> None:
     bench = _Bench(num_frames=2, num_pages=8)
-    nodes = bench.put(0, 2)
+    nodes = bench.put_prompt(0, 2)
     bench.demote_all()
-    bench.put(1, 2)
+    bench.put_prompt(1, 2)
     bench.demote_all()
-    promotion = bench.store.table.begin_promotion(nodes[0])
-    assert promotion is not None
-    bench.store.table.end_promotion(promotion, False)
+    bench.end_promotion(bench.begin_promotion(nodes[0]), False)
     assert bench.whats(0, 0)[-1] == "damaged" and bench.whats(0, 1)[-1] == "lost"
 
 
 def test_bad_bytes_found_in_memory_are_damage_too() -> None:
     bench = _Bench()
-    nodes = bench.put(0, 3)
+    nodes = bench.put_prompt(0, 3)
     bench.store.note_read(block_history.REFUSED, _blocks(nodes[1:2]), "reader")
     bench.store.drop(_blocks(nodes[1:2]))
     assert bench.whats(0, 0) == ["written"]
@@ -115,7 +94,7 @@ def test_bad_bytes_found_in_memory_are_damage_too() -> None:
 
 def test_only_what_still_is_the_block_counts_as_verified() -> None:
     bench = _Bench()
-    blocks = _blocks(bench.put(0, 2))
+    blocks = _blocks(bench.put_prompt(0, 2))
     frames, generations = [b.frame for b in blocks], [b.generation for b in blocks]
     bench.store.note_verified(bench.worker, frames, [generations[0], generations[1] + 2], TRACE)
     bench.store.note_verified("nobody", frames, generations, TRACE)
@@ -128,25 +107,21 @@ def test_only_what_still_is_the_block_counts_as_verified() -> None:
 
 def test_a_tail_has_no_history() -> None:
     bench = _Bench()
-    lease_id, _, tail = bench.store.reserve(
-        bench.worker, b"", [], tail_name="t", ttl_s=9.0, now_s=0.0
-    )
+    lease_id, _, tail = bench.reserve([], tail="t")
     assert tail is not None
-    bench.store.commit(
-        bench.worker, lease_id, [WrittenFrame(tail.frame, tail.generation, 7, 3)], 0.0
-    )
+    bench.commit(lease_id, [tail])
     assert len(bench.store.history) == 0
 
 
 def test_what_a_store_does_by_itself_is_in_the_history_and_in_no_trace() -> None:
     """Only what was written in a trace names it."""
     bench = _Bench(num_frames=2)
-    bench.put(0, 2, is_traced=True)
+    bench.put_traced(0, 2)
     (write,) = bench.spans
     assert [(event.name, event.attributes["baton.num_blocks"]) for event in write.events] == [
         ("block written", 2)
     ]
-    bench.put(1, 2)  # by a request that is not traced
+    bench.put_prompt(1, 2)  # by a request that is not traced
     assert bench.spans == [write] and not write.links
     ((_, past),) = bench.store.history.find(_hash(0, 0), 1)
     assert [(event.what, event.trace) for event in past.events] == [
@@ -157,8 +132,8 @@ def test_what_a_store_does_by_itself_is_in_the_history_and_in_no_trace() -> None
 
 def test_an_eviction_by_a_traced_request_is_an_event_of_its_span() -> None:
     bench = _Bench(num_frames=2)
-    bench.put(0, 2, is_traced=True)
-    bench.put(1, 2, is_traced=True)
+    bench.put_traced(0, 2)
+    bench.put_traced(1, 2)
     last = bench.spans[-1]
     assert [event.name for event in last.events] == ["block evicted"] * 2 + ["block written"]
     assert [link.context for link in last.links] == [TRACE, TRACE]
@@ -166,8 +141,8 @@ def test_an_eviction_by_a_traced_request_is_an_event_of_its_span() -> None:
 
 def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
     bench = _Bench(num_frames=2, max_blocks=0)
-    bench.put(0, 2, is_traced=True)
-    bench.put(1, 2)
+    bench.put_traced(0, 2)
+    bench.put_prompt(1, 2)
     assert len(bench.store.history) == 0 and not bench.store.history.is_kept
     assert [span.name for span in bench.spans] == ["commit"]
 

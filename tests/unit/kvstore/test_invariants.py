@@ -11,26 +11,33 @@ import pytest
 from kvstore import invariants
 from kvstore.block_store import BlockStore
 from kvstore.invariants import SlicedCheck
-from tests.unit.kvstore.test_block_store import _Bench as Bench
+from kvstore.prefix_tree import TreeNode
+from tests.unit.kvstore.store_driver import StoreBench
 
 NUM_BLOCKS = 300
 
 
-def full_bench() -> Bench:
-    """A store with `NUM_BLOCKS` committed blocks, as one chain."""
-    bench = Bench(num_frames=NUM_BLOCKS)
-    bench.put([index.to_bytes(16, "big") for index in range(1, NUM_BLOCKS + 1)])
-    return bench
+@pytest.fixture
+def bench() -> StoreBench:
+    """`NUM_BLOCKS` committed blocks, as one chain."""
+    made = StoreBench(NUM_BLOCKS)
+    made.put([index.to_bytes(16, "big") for index in range(1, NUM_BLOCKS + 1)])
+    return made
 
 
-def check_of(bench: Bench) -> SlicedCheck:
+@pytest.fixture
+def made(bench: StoreBench) -> SlicedCheck:
     # A turn of the loop after each 64 steps, however fast the machine is.
     return SlicedCheck(bench.store, lambda: 0.0, slice_s=0.0)
 
 
-async def test_calls_are_served_in_the_middle_of_a_check() -> None:
-    bench = full_bench()
-    made = check_of(bench)
+def entry_of(bench: StoreBench) -> TreeNode:
+    node = bench.store.tree.find((7).to_bytes(16, "big"))
+    assert node is not None
+    return node
+
+
+async def test_calls_are_served_in_the_middle_of_a_check(made: SlicedCheck) -> None:
     check = asyncio.ensure_future(made.check(budget_s=60.0))
     num_turns = 0
     while not check.done():
@@ -41,9 +48,9 @@ async def test_calls_are_served_in_the_middle_of_a_check() -> None:
     assert num_turns > 5 * NUM_BLOCKS // 64
 
 
-async def test_a_change_in_the_middle_begins_the_check_again() -> None:
-    bench = full_bench()
-    made = check_of(bench)
+async def test_a_change_in_the_middle_begins_the_check_again(
+    bench: StoreBench, made: SlicedCheck
+) -> None:
     check = asyncio.ensure_future(made.check(budget_s=60.0))
     for index in range(20):
         await asyncio.sleep(0)
@@ -54,11 +61,10 @@ async def test_a_change_in_the_middle_begins_the_check_again() -> None:
     assert await check == ""
 
 
-async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended() -> None:
-    bench = full_bench()
-    made = check_of(bench)
-    node = bench.store.tree.find((7).to_bytes(16, "big"))
-    assert node is not None
+async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended(
+    bench: StoreBench, made: SlicedCheck
+) -> None:
+    node = entry_of(bench)
     node.num_hits += 1  # no law
     node.num_pins += 1
     assert "pins kept" in await made.check(budget_s=60.0)
@@ -66,21 +72,20 @@ async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended() -> None
     assert await made.check(budget_s=60.0) == ""
 
 
-async def test_without_time_the_result_of_the_last_check_is_given() -> None:
-    bench = full_bench()
-    made = check_of(bench)
-    node = bench.store.tree.find((7).to_bytes(16, "big"))
-    assert node is not None
+async def test_without_time_the_result_of_the_last_check_is_given(
+    bench: StoreBench, made: SlicedCheck
+) -> None:
+    node = entry_of(bench)
     node.num_pins += 1
     assert await made.check(budget_s=0.0) == ""
     assert "pins kept" in await made.check(budget_s=60.0)
     assert "pins kept" in await made.check(budget_s=0.0)
 
 
-async def test_no_check_is_begun_that_cannot_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_check_is_begun_that_cannot_end_in_time(
+    bench: StoreBench, made: SlicedCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a million blocks, for which each status would wait in vain."""
-    bench = full_bench()
-    made = check_of(bench)
     budget_s = NUM_BLOCKS * invariants.LEAST_S_PER_FRAME
     begun: list[BlockStore] = []
     monkeypatch.setattr(invariants, "check_store", lambda store: iter(begun.append(store) or ()))

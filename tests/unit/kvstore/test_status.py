@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvstore.store_status import fill
 
 from kvstore.block_source import StoreStats
-from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
+from kvstore.block_store import BlockStore
 from kvstore.errors import GENERATION
-from kvstore.store_status import fill
 from protos import inference_pb2, kvstore_pb2
+from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 FILLED_BY_OTHERS = {
     kvstore_pb2.GetStatusReply: {
@@ -25,66 +26,29 @@ FILLED_BY_OTHERS = {
 """Fields that are no numbers of a BlockStore: of the node, its index and its address."""
 
 
-def _hashes(name: int, length: int) -> list[bytes]:
-    return [bytes([name, at]).rjust(16, b"h") for at in range(length)]
-
-
-class _Bench:
-    """A store of 6 frames over 3 pages, whose bytes are never moved."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.store = BlockStore(6, 100, StoreLimits())
-        self.store.table.open_pages(3, [])
-        self.worker = self.store.attach("w", b"1", "shm", True, 0.0).attachment_id
-
-    def reserve(self, name: int, length: int, tail: str = "") -> tuple[str, list[WrittenFrame]]:
-        lease_id, answers, last = self.store.reserve(
-            self.worker, b"", _hashes(name, length), tail_name=tail, ttl_s=9.0, now_s=self.now_s
-        )
-        answers += [last] if last is not None else []
-        return lease_id, [WrittenFrame(a.frame, a.generation, 7, 16) for a in answers]
-
-    def put(self, name: int, length: int, tail: str = "") -> str:
-        """Returns: the lease, which still holds."""
-        lease_id, written = self.reserve(name, length, tail)
-        self.store.commit(self.worker, lease_id, written, self.now_s)
-        return lease_id
-
-    def demote_all(self) -> None:
-        while (demotion := self.store.table.begin_demotion(8)) is not None:
-            self.store.table.end_demotion(demotion, [True] * len(demotion.writes))
-
-    def promote(self, name: int, is_good: bool) -> None:
-        (node,) = self.store.tree.longest_prefix(_hashes(name, 1))
-        promotion = self.store.table.begin_promotion(node)
-        assert promotion is not None
-        self.store.table.end_promotion(promotion, is_good)
-
-
 def _busy_store() -> BlockStore:
     """One to which everything has happened that it counts, and in which there is one of all."""
-    bench = _Bench()
-    store = bench.store
-    for name in (1, 2):
-        store.release([bench.put(name, 1)], now_s=0.0)
+    bench = StoreBench(6, 3)
+    store, now_s = bench.store, 10.0
+    first, second = (bench.put_prompt(name, 1)[0] for name in (1, 2))
     bench.demote_all()
-    store.release([bench.put(3, 6)], now_s=0.0)  # takes both frames
-    bench.promote(1, is_good=True)
-    bench.promote(2, is_good=False)
-    bench.put(4, 1)
-    bench.now_s = 10.0
-    store.lapse(10.0)
-    lease_id, written = bench.reserve(5, 1)
-    store.abort(bench.worker, lease_id, written, quarantine=True, now_s=10.0)
-    block = store.match(_hashes(4, 1), pin=False, now_s=10.0).blocks[0]
-    store.drop([block])
-    store.release([], num_bytes_read=5, now_s=10.0)
+    bench.put_prompt(3, 6)  # takes both frames
+    bench.end_promotion(bench.begin_promotion(first), True)
+    bench.end_promotion(bench.begin_promotion(second), False)
+    lease_id, answers, _ = bench.reserve(hashes_of(4, 1))
+    bench.commit(lease_id, answers)
+    store.lapse(now_s)
+    lease_id, answers, _ = bench.reserve(hashes_of(5, 1), now_s=now_s)
+    bench.abort(lease_id, answers, quarantine=True, now_s=now_s)
+    store.drop(store.match(hashes_of(4, 1), pin=False, now_s=now_s).blocks[:1])
+    store.release([], num_bytes_read=5, now_s=now_s)
     store.refused[GENERATION] += 1
-    bench.put(6, 1, "tail")
-    bench.reserve(7, 1)
-    lease_id, written = bench.reserve(8, 1)
-    store.abort(bench.worker, lease_id, written, quarantine=False, now_s=10.0)
+    lease_id, answers, tail = bench.reserve(hashes_of(6, 1), tail="tail", now_s=now_s)
+    assert tail is not None
+    bench.commit(lease_id, [*answers, tail], now_s=now_s)
+    bench.reserve(hashes_of(7, 1), now_s=now_s)
+    lease_id, answers, _ = bench.reserve(hashes_of(8, 1), now_s=now_s)
+    bench.abort(lease_id, answers, quarantine=False, now_s=now_s)
     return store
 
 

@@ -269,5 +269,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=examples(300), stateful_step_count=40, deadline=None
+    max_examples=examples(200), stateful_step_count=40, deadline=None
 )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 
 from kvstore import invariants
-from kvstore.block_changes import ChangeLog
-from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.errors import StoreIntegrityError
 from kvstore.slot_pool import SlotPool
-from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 from tests.conftest import examples
+from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 TENANTS = ["a", "b", "c", "d"]  # c and d have no share: they are the pool
 SHARES = TenantShares.parse(["a=0.5", "b=0.25"])
@@ -87,51 +88,32 @@ def test_usage_names_those_with_a_share_even_if_they_hold_nothing() -> None:
     assert rows == [("b", 2, 4), ("a", 0, 8), ("c", 4, 0), ("d", 2, 0)]
 
 
-class _Bench:
-    """A store of 8 frames, and who holds which."""
+def _lost(bench: StoreBench) -> list[bytes]:
+    """What left since this was last asked, in order."""
+    return [chain_hash for is_present, chain_hash in bench.changes() if not is_present]
 
-    def __init__(self) -> None:
-        self.log = ChangeLog()
-        self.store = BlockStore(8, 100, StoreLimits(shares=SHARES), changes=self.log)
-        self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
 
-    def put(self, tenant: str, prompt: int, length: int) -> int:
-        """Returns: how many blocks had room."""
-        hashes = [f"{tenant}{prompt:03}{i:03}".ljust(16).encode() for i in range(length)]
-        lease_id, answers, _ = self.store.reserve(
-            self.worker, b"", hashes, tenant=tenant, ttl_s=10.0, now_s=0.0
-        )
-        written = [WrittenFrame(a.frame, a.generation, 0, 16) for a in answers if a.frame >= 0]
-        self.store.commit(self.worker, lease_id, written, 0.0)
-        self.store.release([lease_id], now_s=0.0)
-        invariants.check(self.store)
-        return sum(answer.has_room for answer in answers)
-
-    def lost(self) -> list[bytes]:
-        """What left since this was last asked, in order."""
-        return [each.chain_hash for each in self.log.take(9999) if not each.is_present]
-
-    def used(self, tenant: str) -> int:
-        return self.store.table.frame_account.used.get(tenant, 0)
+def _used(bench: StoreBench, *tenants: str) -> list[int]:
+    return [bench.table.frame_account.used.get(tenant, 0) for tenant in tenants]
 
 
 def test_a_noisy_tenant_evicts_itself() -> None:
-    bench = _Bench()
-    bench.put("a", 0, 4)
-    bench.put("b", 0, 2)
+    bench = StoreBench(shares=SHARES)
+    bench.put_prompt(0, 4, "a")
+    bench.put_prompt(0, 2, "b")
     for prompt in range(50):
-        assert bench.put("c", prompt, 2) == 2
-    assert all(chain_hash.startswith(b"c") for chain_hash in bench.lost())
-    assert (bench.used("a"), bench.used("b"), bench.used("c")) == (4, 2, 2)
+        assert len(bench.put_prompt(prompt, 2, "c")) == 2
+    assert all(chain_hash.startswith(b"c") for chain_hash in _lost(bench))
+    assert _used(bench, "a", "b", "c") == [4, 2, 2]
 
 
 def test_room_that_nobody_needs_is_anyones_until_its_owner_comes() -> None:
-    bench = _Bench()
+    bench = StoreBench(shares=SHARES)
     for prompt in range(4):
-        bench.put("d", prompt, 2)
-    assert bench.used("d") == 8
-    assert bench.put("a", 0, 4) == 4
-    assert bench.lost() == [f"d{p:03}{i:03}".ljust(16).encode() for p in (0, 1) for i in (1, 0)]
+        bench.put_prompt(prompt, 2, "d")
+    assert _used(bench, "d") == [8]
+    assert len(bench.put_prompt(0, 4, "a")) == 4
+    assert _lost(bench) == [hashes_of(p, 2, "d")[i] for p in (0, 1) for i in (1, 0)]
 
 
 @settings(max_examples=examples(200))
@@ -144,25 +126,23 @@ def test_room_that_nobody_needs_is_anyones_until_its_owner_comes() -> None:
 def test_no_tenant_within_its_guarantee_ever_loses_a_block_to_another(
     puts: list[tuple[str, int, int, bool]],
 ) -> None:
-    bench = _Bench()
+    bench = StoreBench(shares=SHARES)
     guaranteed = {"a": 4, "b": 2, POOL: 2}
     leases: list[str] = []
     for tenant, prompt, length, is_match in puts:
         group = SHARES.group(tenant)
-        used = {t: bench.used(t) for t in TENANTS}
-        pool = used["c"] + used["d"]
-        before = {"a": used["a"], "b": used["b"], POOL: pool}
-        bench.lost()
+        before = dict.fromkeys(guaranteed, 0)
+        for each, num_used in zip(TENANTS, _used(bench, *TENANTS), strict=True):
+            before[SHARES.group(each)] += num_used
+        _lost(bench)
         if is_match:  # some leases stay, so that the oldest cannot always go
-            hashes = [f"{tenant}{prompt:03}{i:03}".ljust(16).encode() for i in range(length)]
+            hashes = hashes_of(prompt, length, tenant)
             leases.append(bench.store.match(hashes, pin=True, ttl_s=9.0, now_s=0.0).lease_id)
             leases[:-2], gone = [], leases[:-2]
             bench.store.release([lease for lease in gone if lease], now_s=0.0)
         else:
-            bench.put(tenant, prompt, length)
-        losses = {g: 0 for g in before}
-        for chain_hash in bench.lost():
-            losses[SHARES.group(chain_hash[:1].decode())] += 1
+            bench.put_prompt(prompt, length, tenant)
+        losses = Counter(SHARES.group(chain_hash[:1].decode()) for chain_hash in _lost(bench))
         for other, num_lost in losses.items():
-            if other != group and num_lost:
+            if other != group:
                 assert before[other] - num_lost >= guaranteed[other]

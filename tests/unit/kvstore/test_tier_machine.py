@@ -16,13 +16,13 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvstore.tenant_shares import TenantShares
 
 from kvstore import block_hash
 from kvstore.block_refs import Block
 from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
-from kvstore.tenant_shares import TenantShares
 from process.errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver
@@ -380,7 +380,7 @@ def test_a_long_life(seed: int, scale: Callable[[int], int]) -> None:
             torn = draw.choice(["", "data", "half data", "header"])
             machine.kill(draw.randrange(5), torn)
 
-    for _ in range(scale(50_000)):
+    for _ in range(scale(32_000)):
         step()
         machine.every_law_holds()
         machine.presence_is_prefix_closed()

@@ -1,4 +1,5 @@
-"""The NIXL thread: pieces, neighbours, deadlines that do not end a transfer, peers that die.
+"""The NIXL thread: pieces, neighbours, deadlines that do not end a transfer, peers that die. What
+is cancelled while a failed transfer is waited for is cancelled, whatever it failed by.
 
 Real agents; UCX over TCP on loopback where a stalled peer is needed (over CMA a stopped peer's
 memory is written all the same).
@@ -16,14 +17,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.block_refs import Block
 from kvstore.errors import TransferFailed
+from kvstore.transport.base import GetItems, PutItem
+from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.nixl_agent import (
     NixlAgent,
     Region,
@@ -32,7 +38,7 @@ from kvstore.transport.nixl_agent import (
     split_pieces,
 )
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, FailedPrecondition
+from process.errors import DeadlineExceeded, FailedPrecondition, NotFound
 
 MIB = 1024 * 1024
 
@@ -110,25 +116,35 @@ asyncio.run(main())
         self.process.communicate(timeout=30)
 
 
-@pytest.fixture(params=["default", "tcp"])
-def tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    return str(request.param)
+@pytest.fixture(scope="module", params=["default", "tcp"])
+def tls(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tcp":
+            patch.setenv("UCX_TLS", "tcp")
+        yield str(request.param)
 
 
 @pytest.fixture
-async def agent() -> AsyncIterator[NixlAgent]:
+async def agent(tls: str) -> AsyncIterator[NixlAgent]:
     agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
     yield agent
     assert await agent.close(Deadline.after(30))
 
 
-@pytest.fixture
-async def peer(tls: str) -> AsyncIterator[_Peer]:
-    peer = await asyncio.to_thread(_Peer)
+@pytest.fixture(scope="module")
+def peer(tls: str) -> Iterator[_Peer]:
+    """No test ends it; each writes bytes of its own."""
+    peer = _Peer()
     yield peer
-    await asyncio.to_thread(peer.end)
+    peer.end()
+
+
+@pytest.fixture
+def mortal(tls: str) -> Iterator[_Peer]:
+    """One that the test ends."""
+    peer = _Peer()
+    yield peer
+    peer.end()
 
 
 async def _memory(agent: NixlAgent, value: int) -> tuple[np.ndarray, Region]:
@@ -191,16 +207,16 @@ async def test_an_abandoned_transfer_settles(agent: NixlAgent, peer: _Peer) -> N
 
 
 async def test_a_dead_peer_ends_transfers_and_is_known_to_be_gone(
-    agent: NixlAgent, peer: _Peer
+    agent: NixlAgent, mortal: _Peer
 ) -> None:
     _kept, own = await _memory(agent, 9)
-    name = await agent.add_peer(peer.metadata)
-    runs = [(own.address, peer.region.address, 8 * MIB)]
-    first = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    name = await agent.add_peer(mortal.metadata)
+    runs = [(own.address, mortal.region.address, 8 * MIB)]
+    first = agent.write(name, runs, Deadline.after(20), local=own, remote=mortal.region)
     assert await first.done is None
-    peer.process.kill()
-    await asyncio.to_thread(peer.process.wait)
-    second = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    mortal.process.kill()
+    await asyncio.to_thread(mortal.process.wait)
+    second = agent.write(name, runs, Deadline.after(20), local=own, remote=mortal.region)
     assert isinstance(await second.done, TransferFailed)
     await asyncio.wait_for(second.settled, 30)
     async with asyncio.timeout(30):
@@ -211,11 +227,11 @@ async def test_a_dead_peer_ends_transfers_and_is_known_to_be_gone(
 
 
 async def test_a_peer_that_died_before_the_first_transfer_is_gone(
-    agent: NixlAgent, peer: _Peer
+    agent: NixlAgent, mortal: _Peer
 ) -> None:
-    name = await agent.add_peer(peer.metadata)
-    peer.process.kill()
-    await asyncio.to_thread(peer.process.wait)
+    name = await agent.add_peer(mortal.metadata)
+    mortal.process.kill()
+    await asyncio.to_thread(mortal.process.wait)
     async with asyncio.timeout(30):
         while not await agent.is_gone(name):
             await asyncio.sleep(0.01)
@@ -287,6 +303,7 @@ def test_the_environment_is_settled_before_nixl_is_loaded(monkeypatch: pytest.Mo
     assert "UCX_NET_DEVICES" not in os.environ
 
 
+@pytest.mark.parametrize("tls", ["default"], indirect=True)
 async def test_garbage_metadata_is_refused(agent: NixlAgent) -> None:
     with pytest.raises(FailedPrecondition, match="metadata"):
         await agent.add_peer(b"garbage")
@@ -298,3 +315,73 @@ async def test_a_write_outside_the_peers_region_fails(agent: NixlAgent, peer: _P
     runs = [(own.address, peer.region.address + 40 * MIB, 1000)]
     transfer = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
     assert isinstance(await transfer.done, TransferFailed)
+
+
+_BLOCK = Block(frame=0, generation=1, chain_hash=bytes(16), checksum=1, num_tokens=16)
+
+
+class _Rpc:
+    """A store that refuses each push, and says whether one is over when it is told to."""
+
+    def __init__(self) -> None:
+        self.stub = SimpleNamespace(Push="push", GetPush="get")
+        self.is_asked, self.is_over = asyncio.Event(), asyncio.Event()
+
+    def check(self) -> None:
+        pass
+
+    def mark_broken(self, why: str) -> None:
+        pass
+
+    def reading(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    async def call(self, method: str, *_: Any, **__: Any) -> Any:
+        if method == "push":
+            raise NotFound("the lease is over")
+        self.is_asked.set()
+        await self.is_over.wait()
+        return SimpleNamespace(terminal=True)
+
+
+def _transport(rpc: _Rpc, write: Callable[..., Any]) -> NixlTransport:
+    memory = SimpleNamespace(
+        address=0, num_blocks=4, block_bytes=64, device=None, checksums=lambda ids: [0] * len(ids)
+    )
+    agent = SimpleNamespace(write=write)
+    attached = SimpleNamespace(frame_bytes=64, num_frames=4, region_address=0, attachment_id="a")
+    return NixlTransport(memory, rpc, agent, "peer", attached)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_of_a_push_that_was_refused(is_over: bool) -> None:
+    rpc = _Rpc()
+    transport = _transport(rpc, write=lambda: None)
+    items = GetItems([(_BLOCK, 0)])
+    getting = asyncio.create_task(transport.get("lease", items, Deadline.after(30.0)))
+    await rpc.is_asked.wait()
+    if is_over:
+        rpc.is_over.set()
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    rpc.is_over.set()
+
+
+async def test_of_a_put_that_failed() -> None:
+    done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    transfer = SimpleNamespace(done=done, settled=settled, abandon=lambda: None)
+    transport = _transport(_Rpc(), write=lambda *_, **__: transfer)
+    item = PutItem(block_id=0, frame=0, generation=1)
+    putting = asyncio.create_task(transport.put("lease", [item], Deadline.after(30.0)))
+    await asyncio.sleep(0)
+    done.set_result(TransferFailed("the peer has gone"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    putting.cancel()
+    with pytest.raises(BaseException) as caught:
+        await putting
+    cause = getattr(caught.value, "cause", caught.value)
+    assert isinstance(cause, asyncio.CancelledError), caught.value
+    settled.set_result(None)

@@ -364,19 +364,6 @@ def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
     assert held == [[True, True]]
 
 
-def test_a_lease_that_was_handed_over_grows_no_more() -> None:
-    given: list[int] = []
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, given.extend)
-    lease_id, _ = table.lend([offer(1)])
-    table.lend([offer(2)], lease_id)
-    table.hand_over(lease_id, 1.0, 0.0)
-    with pytest.raises(StoreIntegrityError, match="was handed over"):
-        table.lend([offer(3), offer(1)], lease_id)
-    assert [block.frame for block in table.blocks_of(lease_id, 0)] == [1, 2]
-    assert (table.num_lent, table.kept, given) == (2, set(), [])
-    table.check_integrity()
-
-
 def test_another_content_under_a_lent_block_is_a_defect() -> None:
     table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     table.lend([offer(1)])
@@ -395,21 +382,6 @@ def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
         table.check_lease(first, 0.0)
     table.check_lease(second, 0.0)
     assert table.num_lent == 2
-
-
-def test_what_was_given_back_is_stale_though_it_is_lent_again() -> None:
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
-    first, blocks = table.lend([offer(1), offer(2)])
-    second, _ = table.lend([offer(2)])
-    pairs = [(block.frame, block.generation) for block in blocks]
-    assert table.find_stale(pairs) == []
-    assert table.find_stale([(3, FIRST_GENERATION), (NUM_BLOCKS + 7, 2)]) == [0, 1]
-    table.release([first], 0.0)
-    assert table.find_stale(pairs) == [0], "block 2 was lent all the time"
-    table.lend([offer(1)])
-    assert table.find_stale(pairs) == [0]
-    table.release([second], 0.0)
-    assert table.find_stale(pairs) == [0, 1]
 
 
 @pytest.mark.parametrize("how", ["released", "damaged", "all ended"])
@@ -431,16 +403,6 @@ def test_what_a_reader_was_promised_stays_until_then_whatever_ends_its_lease(how
     table.lapse(8.0)
     assert table.find_stale(pairs) == [0, 1, 2] and (table.num_lent, table.num_pins) == (0, 0)
     table.check_integrity()
-
-
-def test_what_another_lease_lends_is_looked_up_and_not_held() -> None:
-    """Whoever reads one prompt keeps no other one's blocks in place."""
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
-    lease_id, (own,) = table.lend([offer(1)])
-    table.lend([offer(2)])
-    pairs = [(1, own.generation), (2, FIRST_GENERATION), (3, FIRST_GENERATION)]
-    assert table.pin(lease_id, pairs, 3.0, now_s=0.0) == (0.0, [2])
-    assert table.num_pins == 0
 
 
 def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> None:

@@ -1,7 +1,9 @@
-"""CopyPipeline: when pieces are given, by whom, and what becomes of the device's queues."""
+"""CopyPipeline: when pieces are given, by whom, and what becomes of the device's queues. run_copy
+ends what was begun, also where no thread is to be had."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -14,7 +16,15 @@ from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.transport import device
-from kvstore.transport.copy_pipeline import IN_FLIGHT, CopyPipeline, Flight, piece_end
+from kvstore.transport.copy_pipeline import (
+    IN_FLIGHT,
+    CopyPipeline,
+    Flight,
+    IsStopped,
+    piece_end,
+    run_copy,
+)
+from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 from tests.harness.fake_device import FakeDevice, FakeQueue
 
@@ -212,8 +222,7 @@ def test_pieces_are_all_of_it_and_the_last_ones_short(num: int, most: int, least
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "given"),
-    [(8, 1, [0, 8, 12, 14, 15]), (4, 1, [0, 4, 8]), (4, 4, [0, 4, 8])],
+    ("size", "least", "given"), [(8, 1, [0, 8, 12, 14, 15]), (4, 1, [0, 4, 8]), (4, 4, [0, 4, 8])]
 )
 def test_short_pieces_are_under_way_as_many_as_are_so_much(
     size: int, least: int, given: list[int]
@@ -290,3 +299,21 @@ def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) ->
     queue = copying.pipeline.take_queue()
     assert copying.num_queues == 1
     copying.pipeline._queues = [queue]
+
+
+async def test_without_a_thread_what_was_begun_is_ended_here() -> None:
+    pool = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    pool.shutdown()
+    steps: list[str] = []
+
+    def begin(is_stopped: IsStopped) -> None:
+        steps.append("begun" if not is_stopped() else "stopped")
+
+    def copy(is_stopped: IsStopped) -> None:
+        steps.append("copies" if not is_stopped() else "ends")
+        raise DeadlineExceeded("it was told to stop")
+
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await run_copy(copy, Deadline.after(30), begin)
+    assert steps == ["begun", "ends"]

@@ -1,26 +1,28 @@
-"""A store that is stopped, left or refused while it takes its memory or meets a worker's NIXL
-agent, and one that dies: no message brings these moments about, so they are held inside."""
+"""A store at moments that no message brings about, so they are held inside: it is stopped, left or
+refused while it takes its memory or meets a worker's NIXL agent, it dies, its laws are recomputed
+for long."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore import store_node, store_process
+from kvstore import invariants, store_node, store_process
 from kvstore.block_source import WorkerInfo
+from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.nixl_push import PeerBlocks
 from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition
-from tests.harness.store import NewWorker
-from tests.harness.waiting import until, within
+from tests.harness.store import NewStore, NewWorker, chain_of
+from tests.harness.waiting import WAIT_S, until, within
 
 
 async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
@@ -119,14 +121,62 @@ async def test_an_agent_that_cannot_take_the_slab_is_not_left_behind(
 
 
 async def test_a_store_that_dies_is_known_to_be_gone_before_the_next_heartbeat(
-    new_worker: NewWorker, new_store: Callable[..., Any]
+    new_worker: NewWorker, new_store: NewStore
 ) -> None:
     """A client must not keep what belongs to a dead process: memory of its GPU, for one."""
     process = await new_store()
     worker = await new_worker(process.address, "grpc", heartbeat_s=1000.0)
     assert (await worker.status()).num_attachments == 1
     await process.end()
-    async with asyncio.timeout(20):
-        while worker.client.broken is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.client.broken is not None)
     assert "connect" in worker.client.broken
+
+
+async def test_a_status_does_not_wait_for_the_end_of_a_check(
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a store of millions of blocks: a check begins and does not end until it may."""
+    worker = await new_worker(store.address, "grpc")
+    put = await worker.put(chain_of("a", 4), range(4))
+    began, may_end, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    real = invariants.check_store
+
+    def check_store(truth: BlockStore) -> Iterator[None]:
+        began.set()
+        while not may_end.is_set():
+            yield
+        yield from real(truth)
+        has_ended.set()
+
+    monkeypatch.setattr(invariants, "check_store", check_store)
+    await asyncio.wait_for(began.wait(), WAIT_S)  # by itself, when something was put
+    for asks_for_one in (False, True, False):
+        status = await worker.client.status(check_integrity=asks_for_one, deadline=within())
+        assert (status.num_committed, status.integrity_error) == (4, "")
+    await worker.put(chain_of("b", 2), range(4, 6))
+    assert not has_ended.is_set()
+    may_end.set()
+    await asyncio.wait_for(has_ended.wait(), WAIT_S)
+    await worker.release(put.lease_id)
+    assert (await worker.status()).num_committed == 6
+
+
+async def test_leases_end_while_a_check_goes_on(
+    store: store_process.RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a store of a million blocks, whose only worker is silent: no check comes to its end."""
+    began = asyncio.Event()
+
+    def check_store(truth: BlockStore) -> Iterator[None]:
+        began.set()
+        while True:
+            yield
+
+    monkeypatch.setattr(invariants, "check_store", check_store)
+    worker = await store.node.attach(WorkerInfo("w", bytes(16), bytes(32), 4096, "grpc"))
+    truth = store.node.store
+    assert truth is not None
+    truth.reserve(worker.attachment_id, b"", [bytes(16)], ttl_s=1.0, now_s=store.node.now_s())
+    async with asyncio.timeout(WAIT_S):
+        await began.wait()
+    await until(lambda: len(truth.leases) == 0)
