@@ -14,12 +14,7 @@ from google.protobuf import json_format
 
 from process import grpc_server, registry, rpc
 from process.errors import BatonError
-from protos import (
-    common_pb2,
-    router_status_pb2,
-    worker_control_pb2,
-    worker_control_pb2_grpc,
-)
+from protos import common_pb2, router_status_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import AutoscalerSettings
 from services.autoscaler.fake_scaler import FakeScaler

@@ -20,7 +20,7 @@ from tests.harness.prefill_decode_pair import (
     WAIT_S,
     PrefillCall,
     RouterStream,
-    handover,
+    handover_of,
     pair,
     sampling_params,
 )
@@ -116,7 +116,7 @@ class Workers:
                 await stream.prefetch(key, message.handle)
             else:
                 firsts.append(message)
-        await stream.generate_from(key, handover(messages[-1], firsts))
+        await stream.generate_from(key, handover_of(messages[-1], firsts))
         answer = await stream.collect(key)
         assert answer.failed is None and answer.finished is not None
         return answer.token_ids

@@ -15,16 +15,7 @@ import pytest
 
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_decode_pair import (
-    LEASE_TTL_S,
-    Answer,
-    Pair,
-    PrefillCall,
-    Sample,
-    handover,
-    pair,
-    whole,
-)
+from tests.harness.prefill_decode_pair import Answer, Pair, Sample, handover_of, pair, whole
 from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -94,9 +85,7 @@ async def test_a_second_identical_prompt_computes_only_what_follows_its_last_ful
 
 
 async def test_another_prefill_life_takes_the_prefix_from_the_store(tmp_path: Path) -> None:
-    """Decode's blocks are in the store as prefill wrote them; a worker without them fetches
-    them.
-    """
+    """A worker without the blocks fetches them."""
     async with pair(tmp_path, prefill_blocks=64) as p:
         prompt = prompt_of(30)
         await p.generate(prompt, name="first")
@@ -139,9 +128,7 @@ async def test_decode_says_where_its_time_went(p: Pair) -> None:
 async def test_ragged_concurrent_requests_share_one_stream(
     p: Pair, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """Requests of one stream that step together ride in one message, and each gets its own
-    tokens.
-    """
+    """Those that step together ride in one message."""
     rng = random.Random(seed)
     async with p.stream() as stream:
         num_generating = 0
@@ -191,8 +178,7 @@ async def test_sampled_tokens_do_not_depend_on_the_path(p: Pair) -> None:
 
 @pytest.mark.parametrize("preemption", ["never", "recompute"])
 async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemption: str) -> None:
-    """Tokens drawn before are context: prefill computes and hands over their KV, too, and nothing
-    is drawn twice. Where decode preempts it has places for the prompt's blocks only."""
+    """They are context, whose KV is handed over; where decode preempts it has room for no more."""
     async with pair(tmp_path, decode_preemption=preemption) as p:
         for num_drawn in (1, 5, 6, 7, 12):
             prompt = prompt_of(30, start=num_drawn)
@@ -200,7 +186,7 @@ async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemp
             async with p.reserved(prompt, max_tokens=16) as (stream, key):
                 request = p.prefill_request(prompt, max_tokens=16)
                 request.output_token_ids.extend(expected[:num_drawn])
-                reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=LEASE_TTL_S))
+                reply = await whole(p.call(request))
                 assert list(reply.token_ids) == expected[num_drawn : num_drawn + 1]
                 assert reply.handle.num_tokens == len(prompt) + num_drawn
                 reply.token_ids[:] = expected[: num_drawn + 1]
@@ -283,14 +269,11 @@ async def test_a_sample_that_is_cancelled_leaves_the_others_as_they_were(p: Pair
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "n": 3}
     expected = p.alone(prompt, **asked)
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(
-            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
-        )
-        *firsts, account = await call.answer()
+        *firsts, account = await p.call(prompt, **asked).answer()
         samples = [Sample() for _ in firsts]
         for first in firsts:
             samples[first.sample_index].add(first)
-        await stream.generate_from(key, handover(account, firsts))
+        await stream.generate_from(key, handover_of(account, firsts))
         p.decode_model.hold()
         await stream.cancel_sample(key, 1)
         await stream.cancel_sample(key, 1)  # again: nothing
@@ -313,17 +296,12 @@ async def test_a_cancelled_sample_is_decoded_no_further(p: Pair) -> None:
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "n": 3}
     before = (await p.at_decode.metrics())["baton_output_tokens_total",]
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(
-            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
-        )
-        *firsts, account = await call.answer()
+        *firsts, account = await p.call(prompt, **asked).answer()
         p.decode_model.hold()
-        await stream.generate_from(key, handover(account, firsts))
+        await stream.generate_from(key, handover_of(account, firsts))
         await until(p.decode_model.is_held.is_set)
         await stream.cancel_sample(key, 1)
-        # Commands are read in their order: the refusal of this one comes behind that.
-        refused = await stream.reserve(p.reserve(prompt, tenant_salt=b""))
-        assert (await stream.next(refused)).HasField("failed")
+        await stream.in_order()
         p.decode_model.release()
         answer = await stream.collect(key)
     assert answer.finished is not None and answer.failed is None
@@ -336,18 +314,13 @@ async def test_the_last_cancelled_sample_ends_the_request(p: Pair) -> None:
     prompt = p.new_prompt(10)
     asked: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0, "n": 2}
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(
-            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
-        )
-        *firsts, account = await call.answer()
+        *firsts, account = await p.call(prompt, **asked).answer()
         p.decode_model.hold()
-        await stream.generate_from(key, handover(account, firsts))
+        await stream.generate_from(key, handover_of(account, firsts))
         await until(p.decode_model.is_held.is_set)
         for index in (0, 1):
             await stream.cancel_sample(key, index)
-        # Commands are read in their order: the refusal of this one comes behind those.
-        refused = await stream.reserve(p.reserve(prompt, tenant_salt=b""))
-        assert (await stream.next(refused)).HasField("failed")
+        await stream.in_order()
         p.decode_model.release()
         answer = await stream.collect(key)
     assert answer.finished is not None
@@ -414,14 +387,9 @@ async def test_a_beam_search_can_be_cancelled(p: Pair) -> None:
     prompt = p.new_prompt(19)
     asked: dict[str, Any] = {"max_tokens": 200, "beam": common_pb2.BeamParams(num_beams=4)}
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(
-            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
-        )
-        first, account = await call.answer()
+        first, account = await p.call(prompt, **asked).answer()
         assert not first.token_ids and len(first.beam_start) >= 8
-        await stream.generate_from(key, handover(account, [first]))
-        await stream.cancel(key)
-        answer = await stream.collect(key)
-    assert answer.finished is not None
+        await stream.generate_from(key, handover_of(account, [first]))
+        answer = await stream.end(key)
     assert answer.finished.finish_reason == common_pb2.FINISH_REASON_CANCELLED
     await p.check()

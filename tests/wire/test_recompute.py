@@ -248,9 +248,7 @@ async def test_no_handle_is_said_and_computed(p: Pair) -> None:
 
 
 async def test_a_store_without_room_makes_the_handle_shorter(tmp_path: Path) -> None:
-    """Four frames for eight blocks: what fits is handed over, the rest is computed again and
-    said.
-    """
+    """Four frames for eight blocks: the rest is computed again and said."""
     async with pair(tmp_path, num_frames=4) as p:
         prompt = prompt_of(NUM_TOKENS)
         answer = await p.generate(prompt)

@@ -11,25 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from process.errors import (
-    BatonError,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    Unavailable,
-)
+from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import changed
-from tests.harness.prefill_decode_pair import (
-    WAIT_S,
-    Pair,
-    PrefillCall,
-    error_of,
-    pair,
-    patient,
-    whole,
-)
+from tests.harness.prefill_decode_pair import Pair, error_of, pair, patient, whole
 from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -60,7 +46,7 @@ async def refusals(p: Pair, changes: dict[str, Any]) -> list[BatonError]:
     """What prefill and decode say to the same wrong request."""
     request = changed(p.prefill_request(PROMPT), changes)
     with pytest.raises(BatonError) as caught:
-        await whole(PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S))
+        await whole(p.call(request))
     async with p.stream() as stream:
         key = await stream.reserve(changed(p.reserve(PROMPT), changes))
         failed = (await stream.next(key)).failed
@@ -124,9 +110,7 @@ async def test_logits_that_are_no_numbers_end_their_request_only(p: Pair) -> Non
     await p.check()
 
 
-async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
-    tmp_path: Path,
-) -> None:
+async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
     async with pair(tmp_path) as p, p.reserved(PROMPT) as (stream, key):
         reply = await p.run_prefill(PROMPT)
         drained = [asyncio.create_task(each.drain()) for each in (p.at_prefill, p.at_decode)]

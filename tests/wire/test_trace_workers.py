@@ -39,8 +39,7 @@ async def traced(
     reserve = p.reserve(prompt, **asked)
     reserve.traceparent = parent.traceparent if parent is not None else ""
     async with p.stream() as stream:
-        key = await stream.reserve(reserve)
-        assert (await stream.next(key)).WhichOneof("event") == "reserved"
+        key = await stream.begin(reserve)
         request = p.prefill_request(prompt, handover=handover, **asked)
         call = PrefillCall(
             p.prefill_stub,
@@ -163,8 +162,7 @@ async def test_chunks_that_decode_computes_itself_are_spans_there(tmp_path: Path
             reserve = p.reserve(PROMPT, max_tokens=NUM_TOKENS)
             reserve.traceparent = TRACE.traceparent
             async with p.stream() as stream:
-                key = await stream.reserve(reserve)
-                assert (await stream.next(key)).WhichOneof("event") == "reserved"
+                key = await stream.begin(reserve)
                 command = decode_pb2.GenerateFromHandle(computes_prompt=True)
                 await stream.generate_from(key, command)
                 answer = await stream.collect(key)
@@ -269,9 +267,7 @@ async def test_the_traceparent_in_a_message_is_checked_as_one_in_a_header(tmp_pa
             reserve = p.reserve(PROMPT)
             reserve.traceparent = "00-" + "\N{ARABIC-INDIC DIGIT ONE}" * 40
             async with p.stream() as stream:
-                key = await stream.reserve(reserve)
-                assert (await stream.next(key)).WhichOneof("event") == "reserved"
-                await stream.cancel(key)
-                await stream.collect(key)
+                key = await stream.begin(reserve)
+                await stream.end(key)
             await p.check()
     assert receiver.spans == []
