@@ -27,7 +27,7 @@ from services.worker.core import WorkerCore
 from services.worker.identity import Identity
 from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
-from tests.harness.handles import partial, prefetch
+from tests.harness.handles import partial
 from tests.harness.prefill_decode_pair import (
     LEASE_TTL_S,
     WAIT_S,
@@ -177,7 +177,7 @@ async def ahead(
         made = Ahead(p, stream, key, call, first.handle, num_told)
         is_all = num_told == CHUNK // BLOCK_SIZE
         told = first.handle if is_all else partial(p, first.handle, num_told)
-        await prefetch(stream, key, told)
+        await stream.prefetch(key, told)
         yield made
         p.prefill_model.release()
         call.vanish()

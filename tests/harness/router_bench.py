@@ -271,6 +271,22 @@ class Bench:
         """All messages of one request; see `call`."""
         return await rest_of(self.call(asked, **options))
 
+    async def failure(
+        self, asked: Any = None, **options: Any
+    ) -> tuple[grpc.StatusCode, BatonError]:
+        """What one request ends with; see the function of this name, and `call`."""
+        return await failure(self.call(asked, **options))
+
+    async def code_of(self, asked: Any = None, **options: Any) -> grpc.StatusCode:
+        return (await self.failure(asked, **options))[0]
+
+    def expected_ids(
+        self, prompt: Sequence[int], seed: int, num_tokens: int, sample_index: int = 0
+    ) -> list[int]:
+        """What the fakes draw."""
+        params = common_pb2.SamplingParams(seed=seed)
+        return [self.model.token(prompt, params, at, sample_index) for at in range(num_tokens)]
+
 
 class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
     """A store that only hears which leases are given back, and says how it is."""
@@ -460,14 +476,6 @@ async def running(
             await bench.stop(expect_idle=expect_idle)
     finally:
         server.remove()
-
-
-def expected_ids(
-    bench: Bench, prompt: Sequence[int], seed: int, num_tokens: int, sample_index: int = 0
-) -> list[int]:
-    """What the fakes draw."""
-    params = common_pb2.SamplingParams(seed=seed)
-    return [bench.model.token(prompt, params, at, sample_index) for at in range(num_tokens)]
 
 
 def ids_of(messages: Sequence[Any], sample_index: int | None = None) -> list[int]:

@@ -37,7 +37,7 @@ from tests.harness.direct_pair import (
     on_devices,
 )
 from tests.harness.gated_engine import BLOCK_SIZE
-from tests.harness.handles import forge, prefetch
+from tests.harness.handles import forge
 from tests.harness.prefill_decode_pair import WAIT_S
 from tests.harness.sources import end_promises
 from tests.harness.waiting import Deadlines, Gate, task_of, until
@@ -235,7 +235,7 @@ async def test_who_knows_more_asks_anew_and_not_twice(tmp_path: Path) -> None:
     async with ahead(tmp_path, num_told=CHUNK // BLOCK_SIZE - 2) as a:
         await a.asked()
         assert a.num_asked == 1
-        await prefetch(a.stream, a.key, a.first)
+        await a.stream.prefetch(a.key, a.first)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE and a.num_asked == 2)
         await until(lambda: a.num_waiting == 1)
         answer = await a.answer(await a.copied())

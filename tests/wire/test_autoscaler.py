@@ -654,13 +654,13 @@ async def test_too_many_are_refused() -> None:
     async with running(**HOLDING, limits={"max_held_requests": 1}) as bench:
         first = bench.call()
         await until(lambda: bench.probe.num_held == 1)
-        assert await code_of(bench.generate()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await bench.code_of() is grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
 
 
 async def test_too_long_is_refused() -> None:
     async with running(num_prefill=0, num_decode=0, hold_without_workers_s=0.3) as bench:
-        _, error = await failure(bench.generate())
+        _, error = await bench.failure()
         assert isinstance(error, Unavailable) and "none started within 0.3 s" in str(error)
         assert error.retry_after_s is not None
 
@@ -675,7 +675,7 @@ async def test_a_client_that_leaves_is_held_no_more() -> None:
 
 async def test_without_holding_it_is_refused_at_once() -> None:
     async with running(num_prefill=0, num_decode=0) as bench:
-        assert await code_of(bench.generate(text="hello")) is grpc.StatusCode.UNAVAILABLE
+        assert await bench.code_of(text="hello") is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_router_is_ready_when_each_role_has_a_worker() -> None:

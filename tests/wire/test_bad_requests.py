@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from process.errors import InvalidArgument
 from protos import inference_pb2
 from tests.conftest import LONG
-from tests.harness.router_bench import (
-    Bench,
-    Served,
-    code_of,
-    error_from_rpc,
-    request,
-    running,
-    served,
-)
+from tests.harness.router_bench import Bench, Served, error_from_rpc, request, running, served
 
 pytestmark = pytest.mark.oracle
 
@@ -96,9 +88,7 @@ async def test_oversize_messages() -> None:
     async with running(limits=limits) as bench:
         assert (await _refusal(bench, request(text="x" * 20_000))).field == "request"
         # Above the hard bound gRPC itself refuses, without reading the message.
-        assert (
-            await code_of(bench.generate(text="x" * 60_000)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        )
+        assert await bench.code_of(text="x" * 60_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
         # And the router is none the worse.
         assert await bench.generate(sampling={"max_tokens": 2})
 

@@ -373,7 +373,7 @@ async def test_what_is_refused_is_not_counted_as_served() -> None:
         unknown_token = request(sampling={"stop_token_ids": [999_999]})
         assert await bench.generate(sampling=ONE_TOKEN)
         for message, code in zip((unknown_token, request()), refused, strict=True):
-            assert await code_of(bench.generate(message)) is code
+            assert await bench.code_of(message) is code
         status = await bench.status(num_requests=8)
         assert status.num_requests_finished == 1
         ends = [(info.outcome, info.code) for info in status.requests]

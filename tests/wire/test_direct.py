@@ -126,7 +126,6 @@ async def test_every_sample_goes_on_from_one_lent_prompt(p: Pair) -> None:
     leg = samples[0].leg
     assert leg is not None and leg.num_tokens_computed == 0
     assert [count.node_id for count in leg.from_store] == [lender(p)]
-    await p.check()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 9, 60])
@@ -136,7 +135,6 @@ async def test_prompts_of_any_length(p: Pair, num_tokens: int) -> None:
     assert answer.recomputed == {}
     assert answer.prefill is not None and answer.prefill.leg.handover == DIRECT
     await generate(p, prompt, name="again")
-    await p.check()
 
 
 async def test_requests_that_share_a_prefix_lend_it_once(p: Pair) -> None:
@@ -153,7 +151,6 @@ async def test_requests_that_share_a_prefix_lend_it_once(p: Pair) -> None:
     answer = await p.decode_from(second, other, name="b")
     assert answer.token_ids == p.expected(other, 8)
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
@@ -208,7 +205,6 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(p: Pair) -> N
         answer = await stream.answer(key, reply)
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 # ---- and where it cannot be
@@ -247,7 +243,6 @@ async def test_a_worker_that_is_not_asked_to_lend_does_not(p: Pair, asked: int) 
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.prefill is not None and answer.prefill.leg.handover == STORE
     assert lender(p) and p.at_prefill.num_bytes_lent == before
-    await p.check()
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -259,7 +254,6 @@ async def test_trouble_with_lending_falls_to_the_store_and_is_told(
     p.at_prefill.mend_sealing()
     assert answer.leg.num_tokens_computed == 0
     assert answer.prefill is not None and answer.prefill.leg.handover == STORE
-    await p.check()
 
 
 async def test_bytes_that_changed_are_computed_again(p: Pair) -> None:
@@ -272,7 +266,6 @@ async def test_bytes_that_changed_are_computed_again(p: Pair) -> None:
         p.at_prefill.flip_bit(frame)
     assert answer.token_ids == p.expected(prompt, 8)
     assert set(answer.recomputed) == {"checksum"}
-    await p.check()
 
 
 # ---- the store has it in the end, and costs the handover nothing

@@ -5,8 +5,6 @@ tests/conformance/test_draft_channel.py.)"""
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +27,7 @@ from tests.harness.draft_workers import CONFIG, meet, outputs, submit
 from tests.harness.exposition import scrape, values
 from tests.harness.gated_engine import GatedModel, prompt_of
 from tests.harness.prefill_decode_pair import pair
-from tests.harness.service_process import start_service
+from tests.harness.service_process import Process, started
 from tests.harness.waiting import Clock
 
 CALL_S = 30.0
@@ -49,31 +47,16 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
         made.close()
 
 
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
-    started = start_service(
-        "draft", 'engine.model="baton-5m-draft"', 'engine.device="cpu"', "engine.num_threads=1"
-    )
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("{") and (said := json.loads(line))["event"] == "ready":
-            return str(said["address"])
-    raise AssertionError("it has ended")
-
-
 @pytest.mark.long
-def test_a_stream_goes_on_when_its_draft_worker_is_killed(
-    process: subprocess.Popen[str], loop: asyncio.AbstractEventLoop
-) -> None:
-    address = _address(process)
+def test_a_stream_goes_on_when_its_draft_worker_is_killed(loop: asyncio.AbstractEventLoop) -> None:
+    settings = 'engine.model="baton-5m-draft"', 'engine.device="cpu"', "engine.num_threads=1"
+    with started("services.draft", *settings) as process:
+        _check_a_kill(process, loop)
+
+
+def _check_a_kill(process: Process, loop: asyncio.AbstractEventLoop) -> None:
+    (ready,) = process.until_logged("ready")
+    address = ready["address"]
 
     async def connect() -> DraftPeers:
         return DraftPeers([address], PLAIN)
@@ -94,7 +77,6 @@ def test_a_stream_goes_on_when_its_draft_worker_is_killed(
             if step == 5:
                 found.append(peer.counts.num_nodes)
                 process.kill()
-                process.wait(CALL_S)
 
         submit(engine, 2, max_tokens=12)
         guessed_for = outputs(engine, kill)

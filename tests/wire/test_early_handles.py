@@ -258,7 +258,6 @@ async def test_the_final_handle_loads_only_the_rest(p: Pair, loads: list[list[by
     assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
     assert p.at_decode.count("baton_kv_early_tokens") == before + 20
     assert p.at_decode.count("baton_kv_early_pulls_failed") == failed
-    await p.check()
 
 
 async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(
@@ -285,7 +284,6 @@ async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(
     assert answer.leg.num_tokens_early >= 16
     assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
     assert sum(count.num_tokens for count in answer.leg.from_store) == 60
-    await p.check()
 
 
 async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]]) -> None:
@@ -299,7 +297,6 @@ async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]])
     assert answer.token_ids == p.expected(prompt, 8)
     assert len(loads) == 1
     assert answer.leg.num_tokens_early == 28 and answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
@@ -317,7 +314,6 @@ async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.leg.num_tokens_early == 27 and answer.leg.num_tokens_computed == 1
     p.at_prefill.release_later(reply.handle)
-    await p.check()
 
 
 async def test_without_a_final_handle_what_came_early_is_used(
@@ -338,7 +334,6 @@ async def test_without_a_final_handle_what_came_early_is_used(
     assert answer.recomputed == {"missing": 3}
     await p.check_store(leases=1)  # not decode's to give back
     p.at_prefill.release_later(final)
-    await p.check()
 
 
 async def test_a_partial_handle_as_the_last_word_hands_over_no_lease(p: Pair) -> None:
@@ -352,7 +347,6 @@ async def test_a_partial_handle_as_the_last_word_hands_over_no_lease(p: Pair) ->
     assert answer.leg.num_tokens_computed == 10 and answer.leg.num_tokens_early == 0
     await p.check_store(leases=1)
     p.at_prefill.release_later(final)
-    await p.check()
 
 
 async def test_an_early_pull_that_fails_is_tried_again_by_the_final_handle(p: Pair) -> None:
@@ -368,7 +362,6 @@ async def test_an_early_pull_that_fails_is_tried_again_by_the_final_handle(p: Pa
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.recomputed == {} and answer.leg.num_tokens_early == 0
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_place(p: Pair) -> None:
@@ -385,7 +378,6 @@ async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_plac
     assert sum(answer.recomputed.values()) == 5
     assert set(answer.recomputed) <= {"checksum", "generation"}
     assert answer.leg.num_tokens_early == 12 and answer.leg.num_tokens_computed == 18
-    await p.check()
 
 
 async def test_a_timed_out_early_pull_leaves_its_blocks_to_the_late_write(p: Pair) -> None:
@@ -411,7 +403,6 @@ async def test_a_timed_out_early_pull_leaves_its_blocks_to_the_late_write(p: Pai
     await p.at_decode.quarantined(5)
     late.settle()
     await p.at_decode.quarantined(0)
-    await p.check()
 
 
 async def test_without_other_blocks_the_final_load_ends_before_the_first_that_is_lost(
@@ -460,7 +451,6 @@ async def test_the_final_handle_waits_for_an_early_pull_that_is_under_way(
     assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, 8)
     assert [len(load) for load in loads] == [5, 3]
     assert answer.leg.num_tokens_early == 20
-    await p.check()
 
 
 def _unsigned(p: Pair, early: common_pb2.KvHandle) -> None:
@@ -497,7 +487,6 @@ async def test_a_partial_handle_is_checked_like_any(
     assert answer.token_ids == p.expected(prompt, 8)
     assert len(loads) == 1 and answer.recomputed == {}
     assert answer.leg.num_tokens_early == 0
-    await p.check()
 
 
 async def test_a_final_handle_is_refused_as_an_early_one(p: Pair) -> None:
@@ -511,4 +500,3 @@ async def test_a_final_handle_is_refused_as_an_early_one(p: Pair) -> None:
         assert failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert failed.message.startswith("prefetch.handle")
         assert (await stream.answer(key, reply)).finished is not None
-    await p.check()

@@ -12,7 +12,7 @@ from protos import common_pb2
 from tests.harness.exposition import scrape, values
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import pair
-from tests.harness.router_bench import SHORT_WAITS, Bench, failure, request, running
+from tests.harness.router_bench import SHORT_WAITS, Bench, request, running
 from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
@@ -92,13 +92,13 @@ async def test_failed_requests_are_told_by_code() -> None:
         asked = request(sampling={"max_tokens": 5})
         late = request(sampling={"max_tokens": 5}, budget_ms=300)
         bench.decode.error = NoCapacity("full", retry_after_s=1.0)
-        await failure(bench.generate(asked))
+        await bench.failure(asked)
         bench.decode.error = Unavailable("out of order", retry_after_s=1.0)
         for _ in range(2):
-            await failure(bench.generate(asked))
+            await bench.failure(asked)
         bench.decode.error = None
         bench.decode.token_gate.close()
-        await failure(bench.generate(late))
+        await bench.failure(late)
         found = values(await scrape(bench.router.metrics_address))
         status = await bench.status()
     codes = {"resource_exhausted": 1, "unavailable": 2, "deadline_exceeded": 1}

@@ -23,8 +23,6 @@ from tests.harness.router_bench import (
     TOKENIZER,
     Bench,
     HttpBench,
-    code_of,
-    failure,
     http_bench,
     ids_of,
     request,
@@ -155,7 +153,7 @@ async def test_over_grpc_they_come_before_the_first_token(
 async def test_over_grpc_what_does_not_go_with_them_is_refused(
     bench: Bench, fields: dict[str, Any]
 ) -> None:
-    code, error = await failure(bench.generate(text="hello", **fields))
+    code, error = await bench.failure(text="hello", **fields)
     assert code is grpc.StatusCode.INVALID_ARGUMENT and str(error).startswith("prompt_logprobs: ")
 
 
@@ -182,7 +180,7 @@ async def test_a_worker_that_leaves_some_out_is_an_error() -> None:
     async with running(num_prefill=0) as bench:
         await bench.add(LeavesOut("p0", bench.model))
         assert (
-            await code_of(bench.generate(text="<|user|>hello, you", prompt_logprobs=1))
+            await bench.code_of(text="<|user|>hello, you", prompt_logprobs=1)
             is grpc.StatusCode.INTERNAL
         )
 
@@ -264,7 +262,7 @@ async def test_another_prefill_worker_gives_it_when_one_dies() -> None:
     "sampling", [{"max_tokens": 4}, {"n": 2}, {"temperature": 0.5}, {"trace": True}]
 )
 async def test_sampling_does_not_go_with_it(bench: Bench, sampling: dict[str, object]) -> None:
-    code, error = await failure(bench.generate(embed=True, sampling=sampling))
+    code, error = await bench.failure(embed=True, sampling=sampling)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "sampling: does not go with embed" in str(error)
     assert not bench.prefill.requests

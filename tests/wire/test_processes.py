@@ -4,19 +4,9 @@ stop, and fail with one line."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,97 +14,10 @@ from protos import inference_pb2, inference_pb2_grpc
 from tests.conftest import third
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import channel, save_tokenizer
-from tests.harness.service_process import ROOT, own_address
-
-WAIT_S = 180.0
-"""That it ends is the promise: how long its imports take is the machine's business."""
-STOP_S = 60.0
-"""From SIGTERM to its exit, when it has nothing under way."""
+from tests.harness.service_process import WAIT_S, ask, started
+from tests.harness.waiting import block_until, until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(2 * WAIT_S)]
-
-
-def ask(address: str, path: str) -> tuple[int, str]:
-    """Status and line; 0: nobody listens."""
-    try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as reply:
-            return reply.status, reply.read().decode().strip()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode().strip()
-    except OSError:
-        return 0, ""
-
-
-class Process:
-    """One of ours, and all that its port has said, each answer once."""
-
-    def __init__(self, module: str, *options: str) -> None:
-        self.address = own_address()
-        settings = [f"metrics_listen={self.address}", *options]
-        self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module]
-            + [part for setting in settings for part in ("--set", setting)],
-            cwd=ROOT,
-            env={**os.environ, "KUBECONFIG": "/no/such/file"},
-            stdout=subprocess.DEVNULL,
-            stderr=self._log,
-        )
-        self.seen: list[tuple[str, int, str]] = []
-
-    def until(self, path: str, status: int, says: str = "") -> None:
-        """Until that probe has been answered so."""
-        deadline_s = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline_s:
-            for each in ("/livez", "/readyz"):
-                said = (each, *ask(self.address, each))
-                if said not in self.seen:
-                    self.seen.append(said)
-                if said[:2] == (path, status) and says in said[2]:
-                    return
-            time.sleep(0.02)
-        raise AssertionError(self.seen)
-
-    @property
-    def log(self) -> str:
-        # Its end is where the process writes.
-        return os.pread(self._log.fileno(), 1 << 20, 0).decode()
-
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        """All lines of that event so far."""
-        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == event]
-
-    def until_logged(self, event: str) -> list[dict[str, Any]]:
-        deadline_s = time.monotonic() + WAIT_S
-        while not (lines := self.logged(event)):
-            assert time.monotonic() < deadline_s, self.log
-            time.sleep(0.02)
-        return lines
-
-    def end(self) -> int:
-        """As Kubernetes does. Returns: its exit code."""
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(STOP_S)
-
-    def ended(self) -> int:
-        """By itself."""
-        return self._process.wait(WAIT_S)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
-        self._log.close()
-
-
-@contextmanager
-def started(module: str, *options: str) -> Iterator[Process]:
-    process = Process(module, *options)
-    try:
-        yield process
-    finally:
-        process.kill()
 
 
 @pytest.fixture
@@ -144,10 +47,13 @@ async def test_a_router_is_ready_once_it_has_met_redis_and_serves_until_told_to_
         async with channel(ready["address"]) as connected:
             stub = inference_pb2_grpc.InferenceStub(connected)
             asked = inference_pb2.GetClusterStatusRequest()
-            while not (await stub.GetClusterStatus(asked, timeout=10)).redis_reachable:
-                time.sleep(0.02)
-            status = await stub.GetClusterStatus(asked, timeout=10)
-        assert status.router_id == ready["router_id"]
+
+            async def has_met_redis() -> bool:
+                status = await stub.GetClusterStatus(asked, timeout=10)
+                assert status.router_id == ready["router_id"]
+                return bool(status.redis_reachable)
+
+            await until(has_met_redis)
         assert router.end() == 0
 
 
@@ -163,10 +69,8 @@ async def test_an_autoscaler_decides_until_told_to_stop(tmp_path: Path, redis: R
     ) as autoscaler:
         autoscaler.until_logged("ready")
         # Not the only one, where Redis is slow.
-        while "`baton up` does not scale its workers" not in str(
-            autoscaler.until_logged("problem")
-        ):
-            time.sleep(0.02)
+        why = "`baton up` does not scale its workers"
+        block_until(lambda: why in str(autoscaler.logged("problem")), WAIT_S)
         assert ask(autoscaler.address, "/livez")[0] == 200
         assert autoscaler.end() == 0
 

@@ -30,7 +30,7 @@ from services.worker.life import Life
 from tests.harness.decode_movers import Movers, going_on, movers
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, pair
-from tests.harness.router_bench import Bench, failure, running
+from tests.harness.router_bench import Bench, running
 from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
@@ -196,7 +196,7 @@ async def test_a_write_on_a_call_that_is_over_is_no_internal_error(
         raise rpc.CallOver("ExecuteBatchError")
 
     monkeypatch.setattr(rpc, "write_first", over)
-    await failure(bench.generate())
+    await bench.failure()
     await until(bench.is_idle)
     _is_counted_as_cancelled(bench)
 

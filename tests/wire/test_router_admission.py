@@ -20,7 +20,6 @@ from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     code_of,
-    failure,
     fake_model,
     request,
     rest_of,
@@ -107,7 +106,7 @@ async def test_a_full_queue_is_refused_with_a_time_before_any_work() -> None:
         held = await hold(bench)
         waiting = bench.call()
         await until(lambda: bench.probe.num_waiting == 1)
-        _, error = await failure(bench.call())
+        _, error = await bench.failure()
         assert isinstance(error, NoCapacity) and error.retry_after_s == 1.0
         assert len(bench.prefill.requests) == 1
         # Who gives up while it waits leaves nothing behind.
@@ -202,7 +201,7 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
         await until(lambda: bench.probe.num_waiting == 1)
         # A request of one token needs no decode worker; another model has none that is full.
         assert await bench.generate(model="fake", sampling={"max_tokens": 1})
-        assert await code_of(bench.call(model="other")) is grpc.StatusCode.UNAVAILABLE
+        assert await bench.code_of(model="other") is grpc.StatusCode.UNAVAILABLE
         # What runs is moved to a worker that is full: it has begun.
         twin.pause_at = 4
         home.move_all()

@@ -15,7 +15,6 @@ from tests.harness.router_bench import (
     Bench,
     Gate,
     code_of,
-    expected_ids,
     failure,
     ids_of,
     request,
@@ -117,7 +116,7 @@ async def test_the_same_request_again_takes_over(bench: Bench, state: str) -> No
     messages = await rest_of(new)
     prompt = list(bench.prefill.requests[-1].prompt_token_ids)
     ids = ids_of(messages)
-    assert ids == expected_ids(bench, prompt, messages[-1].seed, 5)
+    assert ids == bench.expected_ids(prompt, messages[-1].seed, 5)
     seeds = {r.sampling.seed for r in bench.prefill.requests}
     assert seeds == {messages[-1].seed}
 
@@ -165,7 +164,7 @@ async def test_the_same_id_with_another_body_is_refused(bench: Bench) -> None:
 async def test_too_many_at_once_are_refused_with_a_retry_time() -> None:
     async with running(limits={"max_requests_in_flight": 1}) as bench:
         first = await _held(bench, "prefilling", sampling={"max_tokens": 2})
-        code, _ = await failure(bench.call())
+        code, _ = await bench.failure()
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         bench.prefill.gate.open()
         assert await rest_of(first)

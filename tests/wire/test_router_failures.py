@@ -23,7 +23,6 @@ from tests.harness.router_bench import (
     HttpBench,
     Looks,
     code_of,
-    expected_ids,
     failure,
     fake_model,
     http_bench,
@@ -93,7 +92,7 @@ async def test_a_prefill_worker_that_dies_after_its_token_costs_no_token(num_pre
         await other.stop()
         rest = await asyncio.wait_for(rest_of(call), BOUND_S)
         ids = ids_of([first, *rest])
-        assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
+        assert ids == bench.expected_ids([5, 6, 7], 5, 4)
         (told,) = bench.decode.generated
         assert not told.HasField("handle")
         assert list(told.output_token_ids) == ids[:1]
@@ -104,7 +103,7 @@ async def test_an_answer_that_ends_with_its_first_token_frees_decode_before_the_
     bench: Bench,
 ) -> None:
     bench.prefill.account_gate.close()
-    (stop,) = expected_ids(bench, [5, 6, 7], 5, 1)
+    (stop,) = bench.expected_ids([5, 6, 7], 5, 1)
     options = {"max_tokens": 4, "seed": 5, "stop_token_ids": [stop]}
     call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
     await until(lambda: bench.decode.num_cancelled == 1)
@@ -141,7 +140,7 @@ async def test_a_worker_s_own_no_is_passed_on(
     """One for good at once, else after a bounded wait."""
     async with running(times=SHORT_WAITS) as bench:
         getattr(bench, role).error = error
-        found, told = await failure(bench.call())
+        found, told = await bench.failure()
         assert found is code and str(error) in str(told)
         assert told.retry_after_s == (retry_after_s and pytest.approx(retry_after_s))
         # No prefill was started for what decode cannot take.
@@ -166,7 +165,7 @@ async def test_a_decode_worker_that_dies_costs_its_streams_no_token() -> None:
         for first, call in zip(firsts, calls, strict=True):
             messages = [first, *await rest_of(call)]
             ids = ids_of(messages)
-            assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
+            assert ids == bench.expected_ids([5, 6, 7], 5, 4)
             legs = messages[-1].provenance.legs
             num_moved += [leg.ended_by for leg in legs if leg.ended_by] == ["worker_lost"]
             assert legs[-1].worker_id == survivor.worker_id
@@ -202,7 +201,7 @@ async def test_room_that_comes_is_taken(bench: Bench) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_missing_role_is_named(role: str) -> None:
     async with running(num_prefill=role != "prefill", num_decode=role != "decode") as bench:
-        code, error = await failure(bench.call())
+        code, error = await bench.failure()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert f"no {role} worker" in str(error) and error.retry_after_s is not None
 
@@ -291,7 +290,7 @@ async def test_a_worker_that_stays_away_is_waited_for_a_bounded_time() -> None:
         old = bench.decodes.pop()
         await old.stop()
         await bench.lapse(old)
-        code, error = await failure(bench.call(sampling=SHORT))
+        code, error = await bench.failure(sampling=SHORT)
         assert code is grpc.StatusCode.UNAVAILABLE and "no decode worker" in str(error)
         assert error.retry_after_s is not None
 
@@ -371,7 +370,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
 async def test_pairs_that_cannot_exchange_kv_are_not_formed() -> None:
     async with running(num_decode=0) as bench:
         await bench.add(FakeDecode("d9", fake_model(fingerprint="cd" * 32)))
-        code, error = await failure(bench.call())
+        code, error = await bench.failure()
         assert code is grpc.StatusCode.UNAVAILABLE and "same model" in str(error)
 
 

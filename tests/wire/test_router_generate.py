@@ -20,8 +20,6 @@ from tests.harness.router_bench import (
     TOKENIZER,
     Bench,
     HttpBench,
-    expected_ids,
-    failure,
     fake_model,
     ids_of,
     lease_store,
@@ -39,7 +37,7 @@ async def test_the_happy_path_with_its_account(bench: Bench) -> None:
         text="hello", sampling={"max_tokens": 20, "seed": 7}, request_id="r1"
     )
     prompt = TOKENIZER.encode("hello")
-    ids = expected_ids(bench, prompt, 7, 20)
+    ids = bench.expected_ids(prompt, 7, 20)
     assert ids_of(messages) == ids
     assert "".join(m.text for m in messages) == TOKENIZER.decode(ids)
     assert {m.request_id for m in messages} == {"r1"}
@@ -102,7 +100,7 @@ async def test_one_token_never_touches_decode(bench: Bench) -> None:
 @pytest.mark.parametrize("how", ["eos", "stop_token", "stop_string"])
 async def test_a_stop_at_the_first_token_frees_the_reservation(how: str) -> None:
     async with running(model=fake_model(eos_at=0 if how == "eos" else None)) as bench:
-        first = expected_ids(bench, TOKENIZER.encode("hello"), 3, 1)[0]
+        first = bench.expected_ids(TOKENIZER.encode("hello"), 3, 1)[0]
         sampling: dict[str, object] = {"max_tokens": 9, "seed": 3}
         if how == "stop_token":
             sampling["stop_token_ids"] = [first]
@@ -127,7 +125,7 @@ async def test_a_handle_that_no_decode_worker_takes_over_is_given_back() -> None
         async with running() as bench:
             bench.prefill.store_address = store.address
             prompt = TOKENIZER.encode("hello")
-            first = expected_ids(bench, prompt, 3, 1)
+            first = bench.expected_ids(prompt, 3, 1)
             stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
             await bench.generate(sampling=stop)
             await until(lambda: store.released)
@@ -151,7 +149,7 @@ async def test_eos_in_the_middle() -> None:
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_across_tokens_ends_decode(include: bool) -> None:
     async with running() as bench:
-        ids = expected_ids(bench, TOKENIZER.encode("hello"), 11, 40)
+        ids = bench.expected_ids(TOKENIZER.encode("hello"), 11, 40)
         text = TOKENIZER.decode(ids)
         stop = text[10:14]
         begin = text.index(stop)
@@ -193,7 +191,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_messages(bench: Bench) -> Non
         await until(lambda: bench.probe.num_open_legs == 0)
         rest = await rest_of(call)
     ids = [i for m in [first, *rest] for i in m.token_ids]
-    assert ids == expected_ids(bench, TOKENIZER.encode("hello"), 1, 400)
+    assert ids == bench.expected_ids(TOKENIZER.encode("hello"), 1, 400)
     assert len(rest) < 100
 
 
@@ -241,7 +239,7 @@ async def test_many_at_once_share_one_stream(bench: Bench) -> None:
     prompt = TOKENIZER.encode("hello")
     for seed, messages in enumerate(answers):
         ids = ids_of(messages)
-        assert ids == expected_ids(bench, prompt, seed, 30)
+        assert ids == bench.expected_ids(prompt, seed, 30)
 
 
 async def test_models_and_status(bench: Bench) -> None:
@@ -266,7 +264,7 @@ async def test_a_prefill_worker_that_is_done_is_never_cancelled(bench: Bench) ->
 
 async def test_a_model_without_tool_calls_says_so() -> None:
     async with running() as bench:
-        _, error = await failure(bench.generate(sampling={"stop_at_tool_call": True}))
+        _, error = await bench.failure(sampling={"stop_at_tool_call": True})
         assert str(error).startswith("sampling.stop_at_tool_call: this model")
 
 
@@ -287,7 +285,7 @@ PROMPT = TOKENIZER.encode("hello")
 
 
 def _expected(bench: Bench, seed: int, num_tokens: int, sample_index: int) -> list[int]:
-    return expected_ids(bench, PROMPT, seed, num_tokens, sample_index)
+    return bench.expected_ids(PROMPT, seed, num_tokens, sample_index)
 
 
 def _by_sample(messages: Sequence[Any]) -> dict[int, list[Any]]:

@@ -23,7 +23,6 @@ from tests.harness.router_bench import (
     FakePrefill,
     Looks,
     code_of,
-    expected_ids,
     failure,
     fake_model,
     ids_of,
@@ -40,7 +39,7 @@ SEED = 5
 
 
 def _expected(bench: Bench, num_tokens: int, index: int = 0) -> list[int]:
-    return expected_ids(bench, PROMPT, SEED, num_tokens, index)
+    return bench.expected_ids(PROMPT, SEED, num_tokens, index)
 
 
 def _asked(max_tokens: int = 12, **sampling: Any) -> Any:

@@ -15,8 +15,6 @@ from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     Bench,
-    code_of,
-    expected_ids,
     failure,
     ids_of,
     lease_store,
@@ -72,7 +70,7 @@ async def test_the_client_sees_the_same_with_and_without_them() -> None:
         # How many tokens a message has is the reader's pace; that each has some is not.
         assert all(message.token_ids or message.finish_reason for message in early)
         for messages in (plain, early):
-            assert ids_of(messages) == expected_ids(bench, PROMPT, 3, 4)
+            assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         assert "".join(m.text for m in early) == "".join(m.text for m in plain)
         assert early[-1].finish_reason == plain[-1].finish_reason
 
@@ -107,7 +105,7 @@ async def test_without_a_decode_leg_nobody_is_told() -> None:
 
 async def test_an_answer_that_ended_with_its_first_token_fetches_no_more(bench: Bench) -> None:
     """The decode leg has its cancel; what prefill stores after that is not for it."""
-    (stop,) = expected_ids(bench, PROMPT, 3, 1)
+    (stop,) = bench.expected_ids(PROMPT, 3, 1)
     bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 3
     options = {"max_tokens": 4, "seed": 3, "stop_token_ids": [stop]}
     await bench.generate(token_ids={"ids": PROMPT}, sampling=options)
@@ -137,7 +135,7 @@ async def test_both_tries_of_a_prefill_are_passed_on() -> None:
         other.gate.open()
         await victim.stop()
         messages = await rest_of(call)
-        assert ids_of(messages) == expected_ids(bench, PROMPT, 3, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         assert _partials(bench) == [16, 32, 16, 32]
 
 
@@ -159,7 +157,7 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         assert len(_partials(bench)) < 50
         worker.gate.open()
         messages = await rest_of(call)
-        assert ids_of(messages) == expected_ids(bench, PROMPT, 3, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
 
 
 async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
@@ -194,7 +192,7 @@ async def test_an_account_with_a_partial_handle_is_no_account() -> None:
     async with running(num_prefill=0) as bench:
         await bench.add(HalfHandle("p0", bench.model))
         messages = await bench.generate(**FIELDS)
-        assert ids_of(messages) == expected_ids(bench, PROMPT, 3, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         (told,) = bench.decode.generated
         assert not told.HasField("handle")
 
@@ -204,6 +202,6 @@ async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
         worker = NoFirst("p0", bench.model)
         worker.num_partials = 1
         await bench.add(worker)
-        assert await code_of(bench.generate(**FIELDS)) is grpc.StatusCode.INTERNAL
+        assert await bench.code_of(**FIELDS) is grpc.StatusCode.INTERNAL
         assert not bench.decode.prefetched
         await asyncio.wait_for(bench.decode.idle.wait(), BOUND_S)

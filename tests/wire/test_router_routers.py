@@ -21,8 +21,6 @@ from tests.harness.router_bench import (
     FakeModel,
     FakePrefill,
     SettingsError,
-    code_of,
-    failure,
     fake_model,
     request,
     rest_of,
@@ -275,13 +273,13 @@ async def test_each_model_has_its_own_workers() -> None:
 )
 async def test_a_request_says_which_of_several_models(model: str, words: str) -> None:
     async with _two_models() as bench:
-        code, error = await failure(bench.generate(_ask(model=model)))
+        code, error = await bench.failure(_ask(model=model))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and words in str(error)
 
 
 async def test_a_model_without_workers_does_not_keep_the_other_from_serving() -> None:
     async with _two_models(with_other=False) as bench:
-        assert await code_of(bench.generate(_ask(model="other"))) is grpc.StatusCode.UNAVAILABLE
+        assert await bench.code_of(_ask(model="other")) is grpc.StatusCode.UNAVAILABLE
         assert await bench.generate(_ask(model="fake"))
 
 

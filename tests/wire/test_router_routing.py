@@ -24,7 +24,6 @@ from tests.harness.router_bench import (
     FakeDecode,
     FakePrefill,
     code_of,
-    expected_ids,
     failure,
     fake_model,
     http_bench,
@@ -140,7 +139,7 @@ async def test_round_robin_gives_each_worker_its_turn() -> None:
 async def test_a_short_prompt_is_computed_by_decode_exactly_and_said_so() -> None:
     async with running(short_prefill_tokens=100) as bench:
         messages = await bench.generate(_ask(request_id="r1"))
-        assert ids_of(messages) == expected_ids(bench, PROMPT, 5, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 5, 4)
         assert not bench.prefill.requests
         (told,) = bench.decode.generated
         assert told.computes_prompt and not told.HasField("handle")
@@ -176,7 +175,7 @@ async def test_each_of_several_samples_is_drawn_there() -> None:
         assert len(ends) == 3
         assert {message.usage.num_cached_tokens for message in ends} == {96}
         by_sample = {i: [m for m in messages if m.sample_index == i] for i in range(3)}
-        assert ids_of(by_sample[0]) == expected_ids(bench, PROMPT, 5, 4)
+        assert ids_of(by_sample[0]) == bench.expected_ids(PROMPT, 5, 4)
         assert len({tuple(ids_of(sample)) for sample in by_sample.values()}) == 3
 
 
@@ -304,7 +303,7 @@ async def test_requests_go_to_windows_that_hold_them() -> None:
         for number in range(4):
             messages = await bench.generate(_ask([number + 5] * 50))
             assert {leg.worker_id for leg in _legs(messages).values()} == {"p0", "d0"}
-        assert await code_of(bench.generate(_ask([7] * 512))) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await bench.code_of(_ask([7] * 512)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_worker_that_comes_back_with_another_model_is_not_asked(bench: Bench) -> None:
@@ -320,7 +319,7 @@ async def test_a_worker_that_comes_back_with_another_model_is_not_asked(bench: B
     messages = await rest_of(call)
     assert not other.requests and len(bench.prefills[-1].requests) == 1
     ids = ids_of(messages)
-    assert ids == expected_ids(bench, TOKENIZER.encode("hello"), 1, 4)
+    assert ids == bench.expected_ids(TOKENIZER.encode("hello"), 1, 4)
 
 
 # ---- where the prefix lies, tenants and scopes, links

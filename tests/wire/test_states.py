@@ -55,7 +55,7 @@ CASES = [(STORE, state) for state in PREFILL_STATES] + [(DIRECT, state) for stat
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def p(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def one_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """One whose prefill worker has room for one long prompt."""
     async with pair(tmp_path_factory.mktemp("pair"), prefill_blocks=64) as made:
         yield made
@@ -183,7 +183,6 @@ async def test_a_router_that_is_gone_before_the_answer_is_a_cancel(p: Pair) -> N
     call.vanish()
     p.prefill_model.release()
     await until(lambda: not p.at_prefill.states())
-    await p.check()
 
 
 async def test_first_come_first_served_even_when_a_later_one_would_fit(p: Pair) -> None:
@@ -201,7 +200,6 @@ async def test_first_come_first_served_even_when_a_later_one_would_fit(p: Pair) 
     p.prefill_model.release()
     await asyncio.gather(*tasks)
     assert granted.index("filler") < granted.index("large") < granted.index("small")
-    await p.check()
 
 
 async def test_a_full_queue_refuses_with_a_retry_time(tmp_path: Path) -> None:
@@ -225,7 +223,6 @@ async def test_room_for_whole_blocks_only_is_waited_for(p: Pair) -> None:
     assert len(blocks_of(reply.handle.runs[0])) == len(call.prompt) // BLOCK_SIZE
     await p.check(leases=1)
     p.at_prefill.release_later(reply.handle)
-    await p.check()
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_SIZE - 1, BLOCK_SIZE])
@@ -238,7 +235,6 @@ async def test_a_store_is_asked_only_for_what_it_can_have(p: Pair, num_tokens: i
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.leg.num_tokens_computed == 0  # it came by the store, its tail with it
     assert [len(hashes) for (hashes, *_), _ in asked] == [1] * (num_tokens // BLOCK_SIZE)
-    await p.check()
 
 
 # ---- a decode request
@@ -352,7 +348,6 @@ async def test_the_budget_is_the_one_that_was_asked_for(p: Pair) -> None:
         answer = await stream.collect(key)
     assert answer.failed is not None
     assert answer.failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-    await p.check()
 
 
 @pytest.mark.parametrize("state", DECODE_STATES)
@@ -489,7 +484,6 @@ async def test_commands_that_do_not_fit_are_answered_under_their_key(p: Pair) ->
         await stream.in_order()  # by a command that says nothing
         await stream.cancel(77_778)  # over already, or never there: nothing to say
         await stream.end(key)
-    await p.check()
 
 
 async def test_outputs_that_do_not_fit_give_the_leases_back(p: Pair) -> None:
@@ -500,7 +494,6 @@ async def test_outputs_that_do_not_fit_give_the_leases_back(p: Pair) -> None:
         assert (await p.store_status()).num_leases == 1
         await stream.go_on(key, [first.token_ids] * 2, handle=account.handle)
         assert (await stream.next(key)).failed.message.startswith("outputs: ")
-    await p.check()
 
 
 async def test_leases_are_given_back_for_the_request_that_they_were_made_for(p: Pair) -> None:
@@ -515,7 +508,6 @@ async def test_leases_are_given_back_for_the_request_that_they_were_made_for(p: 
             assert (await p.store_status()).num_leases >= min(len(replies), 2)
     await p.check(leases=2)
     p.at_prefill.release_later(replies[0].handle, replies[1].handle)
-    await p.check()
 
 
 async def test_a_router_that_only_stops_commanding_still_gets_its_tokens(p: Pair) -> None:
@@ -528,7 +520,6 @@ async def test_a_router_that_only_stops_commanding_still_gets_its_tokens(p: Pair
         answer = await stream.collect(key)
         assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, 8)
         assert await stream.ended() is grpc.StatusCode.OK
-    await p.check()
 
 
 async def test_one_message_carries_a_whole_step(p: Pair) -> None:
@@ -553,7 +544,6 @@ async def test_one_message_carries_a_whole_step(p: Pair) -> None:
         assert num_tokens >= 4 * 30, "most steps of four requests must ride together"
         steps = [m.step for m in stream.messages]
         assert steps == sorted(steps)
-    await p.check()
 
 
 async def test_a_long_prompt_holds_up_no_answer_that_is_drawn(p: Pair) -> None:
@@ -577,7 +567,6 @@ async def test_a_long_prompt_holds_up_no_answer_that_is_drawn(p: Pair) -> None:
             num_drawn += len(event.tokens.token_ids)
         # 150 tokens in steps of at most 16.
         assert num_drawn >= 9
-    await p.check()
 
 
 # ---- places in a decode worker's steps

@@ -207,7 +207,7 @@ async def test_hostile_headers_cost_nothing_but_their_trace(headers: list[tuple[
 
 async def test_a_refused_request_is_traced_by_the_field_that_is_wrong() -> None:
     async with traced() as (bench, trace):
-        await failure(bench.generate(text="my secret", sampling={"stop": ["my secret" * 100]}))
+        await bench.failure(text="my secret", sampling={"stop": ["my secret" * 100]})
     root = trace.root
     trace.check_sums()
     assert root.attributes["error.type"] == "InvalidArgument"
@@ -303,7 +303,7 @@ async def test_a_failed_prefill_shows_both_tries() -> None:
     async with traced(num_prefill=2) as (bench, trace):
         for worker in bench.prefills:
             worker.error = Unavailable("broken")
-        await failure(bench.generate(sampling={"max_tokens": 3}))
+        await bench.failure(sampling={"max_tokens": 3})
     calls = [each for each in trace.spans if each.name == "call prefill"]
     assert len(calls) == 2 and all(each.span.status.code == 2 for each in calls)
     assert len({each.attributes["baton.worker_id"] for each in calls}) == 2
@@ -394,7 +394,7 @@ async def test_what_is_said_goes_into_the_log_only_where_that_is_asked_for(
     with caplog.at_level(logging.DEBUG):
         async with running() as bench:
             await bench.generate(text=mark, sampling={"max_tokens": 3})
-            await failure(bench.generate(text=mark, sampling={"stop": [mark * 100]}))
+            await bench.failure(text=mark, sampling={"stop": [mark * 100]})
         assert _lines(caplog) and not [line for line in _lines(caplog) if mark in line]
         caplog.clear()
         async with running(log_prompts=True) as bench:

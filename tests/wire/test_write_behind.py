@@ -124,7 +124,6 @@ async def test_the_leg_says_what_was_stored_while_the_request_ran(p: Pair) -> No
     assert answer.leg.num_blocks_written_back >= 8
     await p.at_decode.settle()
     assert p.at_decode.count(WRITTEN) - before == (30 + 199) // SIZE - 7
-    await p.check()
 
 
 async def test_a_slow_store_delays_no_token(p: Pair) -> None:
@@ -140,7 +139,6 @@ async def test_a_slow_store_delays_no_token(p: Pair) -> None:
     await p.at_decode.settle()
     assert p.num_stored([*prompt, *answer.token_ids]) == (30 + 39) // SIZE
     assert p.num_stored([*other, *again.token_ids]) == (30 + 7) // SIZE
-    await p.check()
 
 
 async def test_each_sample_has_its_own_chain(p: Pair) -> None:
@@ -153,7 +151,6 @@ async def test_each_sample_has_its_own_chain(p: Pair) -> None:
     for sample in samples.values():
         num_computed = len(prompt) + len(sample.token_ids) - 1
         assert p.num_stored([*prompt, *sample.token_ids]) == num_computed // SIZE
-    await p.check()
 
 
 async def test_a_cancelled_answer_is_stored_as_far_as_it_came(p: Pair) -> None:
@@ -212,7 +209,6 @@ async def test_a_store_that_fails_costs_the_answer_nothing(p: Pair) -> None:
     prompt = p.new_prompt(30)
     answer = await turn(p, prompt, "s", max_tokens=40)
     assert p.num_stored([*prompt, *answer.token_ids]) == 17
-    await p.check()
 
 
 async def test_a_store_without_room_keeps_what_it_has(tmp_path: Path) -> None:
