@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
-from kvstore import serve
+from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -202,7 +202,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
         slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
     )
     async with contextlib.AsyncExitStack() as stack:
-        store = await stack.enter_async_context(serve.running(store_settings))
+        store = await stack.enter_async_context(store_process.running(store_settings))
         made = []
         own = {"handle_keys_file": keys_in(slab_dir), "limits": limits, "adapters": adapters}
         for role in ("prefill", "decode"):

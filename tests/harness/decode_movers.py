@@ -18,7 +18,7 @@ import grpc
 
 from engine.engine import LLMEngine
 from engine.testing.ahead_model import AheadModel
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
 from process import rpc
 from process.deadline import Deadline
@@ -334,11 +334,11 @@ async def movers(
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
         )
-        store = await stack.enter_async_context(serve.running(store_settings))
+        store = await stack.enter_async_context(store_process.running(store_settings))
         homes = [store, store]
         if has_two_nodes:
             other = dataclasses.replace(store_settings, node_id="other")
-            homes[1] = await stack.enter_async_context(serve.running(other))
+            homes[1] = await stack.enter_async_context(store_process.running(other))
         workers = []
         for index, home in enumerate(homes):
             engine = await asyncio.to_thread(make_engine, index)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.decode.request_spec import DecodeState
+from services.worker.runtime import Identity, WorkerCore
 
 from engine.config import EngineConfig
 from kvstore.block_lender import LenderLimits
@@ -20,11 +22,8 @@ from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from process import signing_keys
 from protos import common_pb2, prefill_pb2
-from services.decode.states import DecodeState
-from services.worker import store_target
+from services.worker import store_pool
 from services.worker.config import WorkerSettings
-from services.worker.core import WorkerCore
-from services.worker.identity import Identity
 from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
 from tests.harness.handles import partial
@@ -58,8 +57,8 @@ def on_devices(
         address = device.holding(kv.host_view)
         return BlockMemory.on_device(device, address, kv.layout.block_bytes, kv.num_blocks)
 
-    monkeypatch.setattr(store_target, "block_memory", block_memory)
-    monkeypatch.setattr(store_target, "check_transports", lambda *_: None)
+    monkeypatch.setattr(store_pool, "block_memory", block_memory)
+    monkeypatch.setattr(store_pool, "check_transports", lambda *_: None)
     return devices
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.router.testing.fake_workers import FakeDecode, FakePrefill, FakeServedModel
+
 from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
 from tests.harness.gated_engine import SALT
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
@@ -146,7 +145,7 @@ async def real_workers(folder: Path) -> AsyncIterator[Workers]:
 
 @contextlib.asynccontextmanager
 async def fake_workers(_: Path) -> AsyncIterator[Workers]:
-    model = FakeModel(block_size=4)
+    model = FakeServedModel(block_size=4)
     prefill, decode = FakePrefill("p0", model), FakeDecode("d0", model)
     prefill.num_partials, prefill.num_late_partials = 3, 1
     await prefill.start()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from process.background_tasks import end_tasks
+
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
@@ -18,20 +20,18 @@ from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
 from process import rpc
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.rpc import PLAIN
-from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings
-from services.draft.worker import serving_drafts
-from services.router.app import Router
+from services.draft.server import serving_drafts
+from services.router.app import Router, load_model
 from services.router.config import RouterSettings, RouterTimes
-from services.router.model import load_model
 from services.worker import main
 from services.worker.config import WorkerLimits
 from services.worker.draft_channel import DraftPeers
@@ -124,7 +124,7 @@ async def site(
         process = SharedProcess(maker.folder, VOCAB)
         stack.callback(process.end)
         store = await stack.enter_async_context(
-            serve.running(
+            store_process.running(
                 KvStoreSettings(
                     slab_dir=str(folder), capacity_bytes=4 * 1024 * 1024, stop_timeout_s=0.0
                 )

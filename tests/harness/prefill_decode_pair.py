@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from services.worker.stream_servicer import beam_from_proto, num_samples_of, sampling_from_proto
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request
 from engine.testing.fake_model import FakeModel
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from kvstore.block_refs import Block
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
@@ -41,8 +42,7 @@ from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
-from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
+from services.worker.provenance import FINISH_REASONS, logprobs_to_proto, traces_to_proto
 from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until
@@ -122,7 +122,9 @@ class Pair:
     async def start_store(self) -> None:
         """A new life on the old address."""
         self.store_exit = contextlib.AsyncExitStack()
-        self.store = await self.store_exit.enter_async_context(serve.running(self.store_settings))
+        self.store = await self.store_exit.enter_async_context(
+            store_process.running(self.store_settings)
+        )
 
     async def reattached(self) -> None:
         """Until both workers have the store again, in the life that it is in now."""
@@ -771,10 +773,10 @@ async def pair(
             tenant_shares=tenant_shares,
             tracing=tracing,
         )
-        store = decode_store = await store_exit.enter_async_context(serve.running(of_store))
+        store = decode_store = await store_exit.enter_async_context(store_process.running(of_store))
         if has_two_nodes:
             own = dataclasses.replace(of_store, node_id="decode-home")
-            decode_store = await stack.enter_async_context(serve.running(own))
+            decode_store = await stack.enter_async_context(store_process.running(own))
         settings |= {"tracing": tracing, "limits": limits, "handle_keys_file": keys_in(slab_dir)}
         engines = (
             fake_engine(num_blocks=prefill_blocks, chunk=chunk, model=models[1]),

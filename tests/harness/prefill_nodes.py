@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from services.worker.runtime import WorkerCore
 
 from engine.engine import LLMEngine
-from kvstore import serve
+from kvstore import store_process
 from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
@@ -27,7 +28,6 @@ from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker import main
-from services.worker.core import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
@@ -82,7 +82,7 @@ class Node(WorkerProbe):
     async def start_store(self) -> None:
         """A new life on the old address; the worker beside it has met it."""
         self.store_exit = contextlib.AsyncExitStack()
-        self.store = await self.store_exit.enter_async_context(serve.running(self.settings))
+        self.store = await self.store_exit.enter_async_context(store_process.running(self.settings))
         await self.core.connector.wait_attached(Deadline.after(WAIT_S))
 
     async def store_status(self) -> kvstore_pb2.GetStatusReply:
@@ -313,7 +313,7 @@ async def nodes(
                 capacity_bytes=num_frames * FRAME_BYTES,
                 stop_timeout_s=0.0,
             )
-            store = await store_exit.enter_async_context(serve.running(settings))
+            store = await store_exit.enter_async_context(store_process.running(settings))
             settings = dataclasses.replace(settings, listen=store.address)
             model = make_model()
             engine: LLMEngine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)

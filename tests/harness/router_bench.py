@@ -25,6 +25,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from services.router.placement import Placer
+from services.router.request import SamplingDefaults
+from services.router.testing.fake_workers import FakeDecode as FakeDecode
+from services.router.testing.fake_workers import FakePrefill as FakePrefill
+from services.router.testing.fake_workers import FakeServedModel as FakeServedModel
+from services.router.testing.fake_workers import FakeWorker as FakeWorker
+from services.router.testing.fake_workers import Gate as Gate
+from services.router.worker_views import ServedModel
+from services.worker.runtime import Heartbeat
 
 from kvstore import block_hash, index
 from process import entrypoint, grpc_server, registry, rpc
@@ -33,21 +42,16 @@ from process.rpc import channel as channel
 from process.rpc import error_from_rpc as error_from_rpc
 from process.settings import SettingsError as SettingsError
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
-from services.router import http_half_open, others_load, stalled_readers
-from services.router.admission_settings import AdmissionSettings
-from services.router.app import Router
-from services.router.config import RouterLimits, RouterSettings, RouterTimes
-from services.router.fakes.decode import FakeDecode as FakeDecode
-from services.router.fakes.gate import Gate as Gate
-from services.router.fakes.model import FakeModel as FakeModel
-from services.router.fakes.prefill import FakePrefill as FakePrefill
-from services.router.fakes.worker import FakeWorker as FakeWorker
-from services.router.model import Model
-from services.router.routing import Routing
-from services.router.sampling_defaults import SamplingDefaults
-from services.router.tenants import TenantSalts, parse_scopes
-from services.router.views import ServedModel
-from services.worker.heartbeat import Heartbeat
+from services.router import client_limits, http_server, worker_client
+from services.router.app import Router, ServedCheckpoint
+from services.router.config import (
+    AdmissionSettings,
+    RouterLimits,
+    RouterSettings,
+    RouterTimes,
+    TenantSalts,
+    parse_scopes,
+)
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level
@@ -87,7 +91,7 @@ TEMPLATE = (
 class Bench:
     """Router, workers, client stub."""
 
-    def __init__(self, redis_server: RedisServer, model: FakeModel) -> None:
+    def __init__(self, redis_server: RedisServer, model: FakeServedModel) -> None:
         self.redis = redis_server
         self.model = model
         self.prefills: list[FakePrefill] = []
@@ -110,7 +114,7 @@ class Bench:
         return self.decodes[0]
 
     @property
-    def model_for_router(self) -> Model:
+    def model_for_router(self) -> ServedCheckpoint:
         return model_for_router(self.model)
 
     async def busy_prefill(self) -> tuple[FakePrefill, FakePrefill]:
@@ -206,7 +210,7 @@ class Bench:
         entries = dict.fromkeys(chain_hashes, 1)
         await self.redis_client.hset(index.index_key(node_id, life), mapping=entries)
 
-    async def start_router(self, settings: RouterSettings, *others: Model) -> None:
+    async def start_router(self, settings: RouterSettings, *others: ServedCheckpoint) -> None:
         """`others`: models served beside the bench's own."""
         self._salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         self.router = Router(settings, self.model_for_router, *others)
@@ -322,13 +326,13 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._num = 0
-        pools = Routing.pools
+        pools = Placer.pools
 
-        def counted(routing: Routing, *args: Any, **options: Any) -> Any:
+        def counted(routing: Placer, *args: Any, **options: Any) -> Any:
             self._num += 1
             return pools(routing, *args, **options)
 
-        monkeypatch.setattr(Routing, "pools", counted)
+        monkeypatch.setattr(Placer, "pools", counted)
 
     async def more(self, num: int) -> None:
         """Until it was looked `num` times more. Raises: TimeoutError after BOUND_S."""
@@ -338,12 +342,12 @@ class Looks:
 
 def take_heartbeats_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the router ever had at a worker may be in the heartbeat that it reads."""
-    monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
+    monkeypatch.setattr(worker_client, "BEAT_AGE_S", 1e9)
 
 
 def say_something_after(monkeypatch: pytest.MonkeyPatch, grace_s: float) -> None:
     """An HTTP client that has ended its direction hears that it is being answered."""
-    monkeypatch.setattr(http_half_open, "_GRACE_S", grace_s)
+    monkeypatch.setattr(http_server, "_GRACE_S", grace_s)
 
 
 def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
@@ -352,12 +356,12 @@ def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
 
 
 class ReaderClock:
-    """Stands for `asyncio` in services/router/stalled_readers.py: time passes when a test says."""
+    """Stands for `asyncio` in services/router/client_limits.py: time passes when a test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         self.timeout = asyncio.timeout
-        monkeypatch.setattr(stalled_readers, "asyncio", self)
+        monkeypatch.setattr(client_limits, "asyncio", self)
 
     def get_running_loop(self) -> ReaderClock:
         return self
@@ -429,9 +433,9 @@ def _compiled(template: str) -> ChatTemplate:
     return ChatTemplate(template, special_tokens={})
 
 
-def model_for_router(model: FakeModel) -> Model:
+def model_for_router(model: FakeServedModel) -> ServedCheckpoint:
     """What a router knows of it."""
-    return Model(
+    return ServedCheckpoint(
         model.name,
         served=ServedModel((model.name,), model.tokenizer_digest),
         tokenizer=TOKENIZER,
@@ -440,9 +444,9 @@ def model_for_router(model: FakeModel) -> Model:
     )
 
 
-def fake_model(**changes: Any) -> FakeModel:
+def fake_model(**changes: Any) -> FakeServedModel:
     base = {"alphabet": LETTERS, "eos_token_id": EOS, "vocab_size": TOKENIZER.vocab_size}
-    return FakeModel(**{**base, **changes})
+    return FakeServedModel(**{**base, **changes})
 
 
 @asynccontextmanager
@@ -450,10 +454,10 @@ async def running(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
-    model: FakeModel | None = None,
+    model: FakeServedModel | None = None,
     expect_idle: bool = True,
-    make: Callable[[RedisServer, FakeModel], Bench] | None = None,
-    others: Sequence[FakeModel] = (),
+    make: Callable[[RedisServer, FakeServedModel], Bench] | None = None,
+    others: Sequence[FakeServedModel] = (),
     **changes: Any,
 ) -> AsyncIterator[Bench]:
     """A bench with that many workers, of another class if `make` says so; on leaving, nothing may
@@ -505,7 +509,7 @@ TOOL_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class ScriptedModel(FakeModel):
+class ScriptedModel(FakeServedModel):
     """Says its script, token by token, then ends; sample by sample the same."""
 
     script: tuple[int, ...] = ()
@@ -537,7 +541,7 @@ class HttpBench(Bench):
     """A bench whose model has the tools' template."""
 
     @property
-    def model_for_router(self) -> Model:
+    def model_for_router(self) -> ServedCheckpoint:
         model = super().model_for_router
         model.template = _compiled(TOOL_TEMPLATE)
         return model

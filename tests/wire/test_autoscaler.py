@@ -16,6 +16,9 @@ import aiohttp
 import grpc.aio
 import pytest
 from google.protobuf import json_format
+from services.autoscaler.actuator import FORGET_S, ActionOutcome
+from services.autoscaler.grpc_services import MAX_REQUEST_BYTES
+from services.router.testing.fake_workers import FakeDecode, FakePrefill
 
 from baton.client import Client
 from process import registry, rpc
@@ -35,19 +38,13 @@ from protos import (
     inference_pb2,
     router_status_pb2,
 )
-from services.autoscaler import registry_look
-from services.autoscaler.acting import Outcome
-from services.autoscaler.decision import Decision, Direction, Flip, Reason
-from services.autoscaler.flips import FORGET_S
-from services.autoscaler.limits import Pace
+from services.autoscaler import observer
+from services.autoscaler.config import Pace
+from services.autoscaler.decision import Decision, DecisionRecord, Direction, Flip, Reason
 from services.autoscaler.metrics import SILENCE_S
-from services.autoscaler.records import Record
 from services.autoscaler.scaler import ScalerError, UnitState
-from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
-from services.worker.status import status_to_json
+from services.worker.provenance import status_to_json
 from tests.harness import autoscaler_bench
 from tests.harness.autoscaler_bench import Cluster, Worker
 from tests.harness.redis_server import RedisServer
@@ -93,7 +90,7 @@ def ref(role: str, **fields: Any) -> externalscaler_pb2.ScaledObjectRef:
     return externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": role}, **fields)
 
 
-async def burst(cluster: Cluster) -> Record:
+async def burst(cluster: Cluster) -> DecisionRecord:
     """Load that one pair cannot serve, until more are asked for, or for a while."""
     for _ in range(4):
         cluster.traffic.num_arrived += 500
@@ -101,7 +98,7 @@ async def burst(cluster: Cluster) -> Record:
         cluster.traffic.num_prompt_tokens += 10 * 4000
         cluster.traffic.num_output_tokens += 10 * 400
         cluster.traffic.num_queued = 400
-        record: Record = await cluster.decide()
+        record: DecisionRecord = await cluster.decide()
         if record.decision.is_action:
             break
     return record
@@ -111,7 +108,7 @@ async def test_load_that_one_pair_cannot_serve_starts_workers(cluster: Cluster) 
     record = await burst(cluster)
     cluster.scaler.settle()
     assert record.decision.direction is Direction.UP, record.decision.line()
-    assert record.outcome is Outcome.DONE
+    assert record.outcome is ActionOutcome.DONE
     scale = await cluster.scaler.get({})
     wanted = ByRole(scale.prefill.wanted, scale.decode.wanted)
     assert wanted == record.decision.wanted
@@ -194,7 +191,7 @@ async def test_workers_that_cannot_be_counted_are_left_alone() -> None:
         cluster.clock.now_s += 1.0
         for _ in range(3):
             record = await cluster.decide()
-        assert not record.decision.is_action or record.outcome is Outcome.FAILED
+        assert not record.decision.is_action or record.outcome is ActionOutcome.FAILED
         cluster.scaler.error = None
         assert cluster.scaler.num_changes == 0
         reply = await ask(cluster.autoscaler.address)
@@ -212,7 +209,7 @@ def decision(direction: Direction, wanted: ByRole[int], *flips: Flip) -> Decisio
     )
 
 
-async def act(cluster: Cluster, decided: Decision) -> tuple[Outcome, str]:
+async def act(cluster: Cluster, decided: Decision) -> tuple[ActionOutcome, str]:
     acting, observing = cluster.autoscaler._acting, cluster.autoscaler._observing
     return await acting.act(
         decided,
@@ -227,9 +224,9 @@ async def test_a_flip_is_ordered_once_and_counted_where_it_goes() -> None:
         worker = cluster.workers["decode-1"]
         worker.gate.clear()
         flip = decision(Direction.FLIP, ByRole(2, 1), Flip("decode-1", Role.PREFILL))
-        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        assert await act(cluster, flip) == (ActionOutcome.ORDERED, "")
         await until(lambda: worker.asked == ["prefill"])
-        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        assert await act(cluster, flip) == (ActionOutcome.ORDERED, "")
         await cluster.decide()
         seen = cluster.autoscaler._observations
         assert seen is not None and seen.num_flipping == 1
@@ -317,7 +314,7 @@ async def test_a_worker_that_knows_no_flips_is_not_asked_again_in_that_life(
 async def test_a_worker_that_is_gone_is_said(cluster: Cluster) -> None:
     gone = decision(Direction.FLIP, ByRole(2, 0), Flip("decode-9", Role.PREFILL))
     outcome, problem = await act(cluster, gone)
-    assert outcome is Outcome.FAILED and "decode-9" in problem
+    assert outcome is ActionOutcome.FAILED and "decode-9" in problem
 
 
 @dataclass
@@ -336,10 +333,10 @@ class Told:
 async def test_who_does_not_lead_or_only_advises_changes_nothing(cluster: Cluster) -> None:
     up = decision(Direction.UP, ByRole(2, 2))
     cluster.autoscaler._acting._leadership = Told()
-    assert await act(cluster, up) == (Outcome.NOT_LEADER, "")
+    assert await act(cluster, up) == (ActionOutcome.NOT_LEADER, "")
     assert cluster.scaler.num_changes == 0
     async with autoscaler_bench.running(act=False) as cluster:
-        assert await act(cluster, up) == (Outcome.ADVISED, "")
+        assert await act(cluster, up) == (ActionOutcome.ADVISED, "")
         assert cluster.scaler.num_changes == 0
 
 
@@ -353,7 +350,7 @@ async def test_leadership_that_ends_in_the_middle_ends_the_action(cluster: Clust
 
     cluster.scaler.set = set_then_lose  # type: ignore[method-assign]
     outcome, problem = await act(cluster, decision(Direction.UP, ByRole(2, 2)))
-    assert outcome is Outcome.FAILED and "another autoscaler may lead" in problem
+    assert outcome is ActionOutcome.FAILED and "another autoscaler may lead" in problem
     scale = await cluster.scaler.get({})
     assert (scale.prefill.wanted, scale.decode.wanted) == (2, 1)
 
@@ -451,10 +448,10 @@ async def test_a_failure_that_goes_on_is_announced_once(cluster: Cluster) -> Non
     up = decision(Direction.UP, ByRole(2, 2))
     cluster.scaler.error = ScalerError("no rights")
     for _ in range(3):
-        assert await act(cluster, up) == (Outcome.FAILED, "no rights")
+        assert await act(cluster, up) == (ActionOutcome.FAILED, "no rights")
     assert [problem for _, _, problem in cluster.scaler.announced] == ["no rights"]
     cluster.scaler.error = None
-    assert await act(cluster, up) == (Outcome.DONE, "")
+    assert await act(cluster, up) == (ActionOutcome.DONE, "")
     cluster.scaler.error = ScalerError("no rights")
     await act(cluster, up)
     assert [problem for _, _, problem in cluster.scaler.announced] == ["no rights", "", "no rights"]
@@ -761,7 +758,7 @@ async def test_only_those_that_live_are_seen_each_as_old_as_its_beat(server: Red
         await client.hset(key, mapping={"r": "{no json", "s": '{"models": 3}'})
         for router in ("r", "s"):
             await client.set(registry.beat_key("router", router), "1", px=TTL_MS)
-        found = await registry_look.look(client, 5.0, beat_ttl_ms=TTL_MS)
+        found = await observer.look_at_registry(client, 5.0, beat_ttl_ms=TTL_MS)
     finally:
         await client.aclose()
     ages = {beaten.entry_id: beaten.age_s for beaten in found.workers}
@@ -778,7 +775,7 @@ async def test_redis_away_is_one_line(server: RedisServer) -> None:
     server.kill()
     try:
         with pytest.raises(Unavailable, match="Redis does not answer") as caught:
-            await registry_look.look(client, 1.0)
+            await observer.look_at_registry(client, 1.0)
         assert "\n" not in str(caught.value)
     finally:
         await client.aclose()

@@ -22,8 +22,12 @@ from process.settings import SettingsError
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import KubernetesSettings
 from services.autoscaler.decision import Decision, Direction, Reason
-from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
-from services.autoscaler.kubernetes_scaler import DELETION_COST, KubernetesScaler
+from services.autoscaler.kubernetes_scaler import (
+    DELETION_COST,
+    ApiError,
+    KubernetesApi,
+    KubernetesScaler,
+)
 from services.autoscaler.leader import PUBLISHED, LeaseLeader
 from services.autoscaler.scaler import ScalerError
 from services.autoscaler.signals import ByRole, Role

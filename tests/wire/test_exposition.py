@@ -17,21 +17,21 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from services.worker.kv_swap import StoreParking
+from services.worker.runtime import Identity
 
-from kvstore import block_hash, serve
+from kvstore import block_hash, store_process
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
 from process.registry import BEAT_TTL_MS
 from process.rpc import PLAIN
 from protos import common_pb2
-from services.draft.metrics import DraftCollector
+from services.draft.server import DraftCollector
 from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
 from services.worker.draft_channel import DraftPeers
-from services.worker.identity import Identity
 from services.worker.metrics import WorkerCollector
-from services.worker.parking import StoreParking
 from tests.harness import autoscaler_bench, draft_workers, exposition
 from tests.harness.exposition import WHO, Family, scrape, values
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
@@ -80,7 +80,7 @@ async def _of_workers_and_store(folder: Path) -> set[str]:
     grows where it says so."""
     async with pair(folder) as p:
         loop = asyncio.get_running_loop()
-        store = serve.StoreMetrics(p.store.node, None)
+        store = store_process.StoreMetrics(p.store.node, None)
         async with (
             _served(WorkerCollector(p.prefill.core, loop)) as prefill,
             _served(WorkerCollector(p.decode.core, loop)) as decode,
@@ -95,7 +95,7 @@ async def _of_workers_and_store(folder: Path) -> set[str]:
             await p.check()  # leases are given back behind the answers
             after = [await scrape(address) for address in addresses]
         settings = KvStoreSettings(slab_dir=str(folder), metrics_listen="127.0.0.1:0")
-        async with serve.running(settings) as other:
+        async with store_process.running(settings) as other:
             early = await scrape(other.metrics_address)
             assert "baton_store_frames" not in early  # no memory yet, and no number for it
     for one, other_one in zip(before, after, strict=True):
@@ -194,7 +194,7 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             redis_timeout_s=5.0,  # one that is gone says so at once
             metrics_listen="127.0.0.1:0",
         )
-        async with serve.running(settings) as store:
+        async with store_process.running(settings) as store:
             publisher = store.publisher
             assert publisher is not None
             await until(lambda: publisher.synced)
@@ -321,7 +321,7 @@ async def test_a_block_that_fails_verification_is_counted_by_reason(tmp_path: Pa
         client = p.decode.core.connector.client
         assert client is not None
         await client.settle()  # the report to the store
-        store = serve.StoreMetrics(p.store.node, None)
+        store = store_process.StoreMetrics(p.store.node, None)
         found = {
             sample.labels["reason"]: sample.value
             for family in store.read()

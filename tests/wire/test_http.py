@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from baton.development_certificates import CertSet
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
 from tests.harness.access import Role, add_key, client_context, one_sided_tls
 from tests.harness.router_bench import (
     BOUND_S,
@@ -164,7 +164,7 @@ async def test_a_client_that_ends_without_a_whole_request_is_let_go(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> CertSet:
-    return certificates.write(tmp_path_factory.mktemp("certs"))
+    return development_certificates.write(tmp_path_factory.mktemp("certs"))
 
 
 async def status_of(
@@ -277,9 +277,11 @@ async def test_where_certificates_are_asked_for_their_role_decides(made: CertSet
 
 
 async def test_a_wrong_role_is_refused_on_every_path(tmp_path: Path) -> None:
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     right, wrong = (client_context(made, role) for role in (Role.CLIENT, Role.DECODE))
-    flips = client_context(certificates.write(tmp_path, flips=True), Role.DECODE)  # by the same CA
+    flips = client_context(
+        development_certificates.write(tmp_path, flips=True), Role.DECODE
+    )  # by the same CA
     async with http_bench(client_tls=made.tls_of(Role.ROUTER), expect_idle=False) as bench:
         async with aiohttp.ClientSession(timeout=BOUND) as session:
 

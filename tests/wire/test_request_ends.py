@@ -12,6 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from services.decode.kv_loader import GenerateCommand
+from services.prefill.handoff import PrefillAnswer
+from services.prefill.request import Firsts, PrefixLeases
+from services.worker.server import RoleSession
 
 from engine.request import Request, Sampling
 from kvstore.errors import Quarantine
@@ -19,14 +23,9 @@ from process import rpc
 from process.deadline import Deadline
 from process.errors import Cancelled, FailedPrecondition, Internal, NotFound, Unavailable
 from protos import common_pb2
-from services.decode.intake import Handover
-from services.prefill.handover import PrefillAnswer
-from services.prefill.job import Firsts
-from services.prefill.pins import Pins
 from services.worker import handle as handles
-from services.worker import request_spans, worker
+from services.worker import provenance, server
 from services.worker.config import WorkerLimits
-from services.worker.life import Life
 from tests.harness.decode_movers import Movers, going_on, movers
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, pair
@@ -110,15 +109,15 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
         request = p.prefill_request(PROMPT, handover=DIRECT)
         ask = p.prefill_role._servicer._ask(request)
         with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(Pins, "hand_over", broken)
-            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
+            patched.setattr(PrefixLeases, "hand_over", broken)
+            await server.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
         assert lender.loans.num_leases == 0
         await p.check()
         told: list[PrefillAnswer] = []
         with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(request_spans, "tell", broken)
-            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
-        await until(lambda: not worker.states)
+            patched.setattr(provenance, "tell", broken)
+            await server.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
+        await until(lambda: not server.states)
         told[0].take_back()
         await p.check()
 
@@ -134,16 +133,16 @@ async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(m:
         forget(request)
         handle = role._servicer._handover(going_on(moved, [sample])).handle
         try:
-            request.hand_over(Handover(handle, ((),)))
+            request.hand_over(GenerateCommand(handle, ((),)))
         except NotFound as error:
             refused.append(error)
 
-    worker.forget = late
+    server.forget = late
     key = await m.streams[0].begin(m.reserve(PROMPT, "r", max_tokens=40))
     m.leave(0)
     assert (await m.streams[0].next(key)).HasField("failed")
     assert len(refused) == 1
-    worker.forget = forget
+    server.forget = forget
     m.stay(0)
 
 
@@ -218,21 +217,21 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
         made, engine = m.workers[0], m.engine(0)
         told: list[str] = []
         stops: list[asyncio.Task[None]] = []
-        close, begin, drain, end = engine.close, worker.begin, Life.drain, Life.end
+        close, begin, drain, end = engine.close, server.begin, RoleSession.drain, RoleSession.end
 
-        async def late_end(life: Life, **options: Any) -> None:
+        async def late_end(life: RoleSession, **options: Any) -> None:
             if not stops:
                 stops.append(asyncio.create_task(made.stop()))
                 await asyncio.sleep(0)
             await end(life, **options)
 
-        async def late_begin(*arguments: Any, **options: Any) -> Life:
+        async def late_begin(*arguments: Any, **options: Any) -> RoleSession:
             life = await begin(*arguments, **options)
             stops.append(asyncio.create_task(made.stop()))
             await asyncio.sleep(0)
             return life
 
-        async def counted_drain(life: Life) -> None:
+        async def counted_drain(life: RoleSession) -> None:
             told.append("drained")
             await drain(life)
 
@@ -241,12 +240,14 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
             close()
 
         engine.close = counted_close
-        monkeypatch.setattr(Life, "drain", counted_drain)
-        monkeypatch.setattr(Life, "announce", lambda life, *addresses: told.append("announced"))
+        monkeypatch.setattr(RoleSession, "drain", counted_drain)
+        monkeypatch.setattr(
+            RoleSession, "announce", lambda life, *addresses: told.append("announced")
+        )
         if when == "begins":
-            monkeypatch.setattr(worker, "begin", late_begin)
+            monkeypatch.setattr(server, "begin", late_begin)
         elif when == "ends":
-            monkeypatch.setattr(Life, "end", late_end)
+            monkeypatch.setattr(RoleSession, "end", late_end)
         else:
             await m.begin_held(1, SHORT, max_tokens=40)
         changing = asyncio.create_task(m.at(0).set_role("prefill"))
@@ -305,7 +306,7 @@ async def test_a_worker_that_cannot_become_the_other_ends(
     async def fails(*arguments: Any, **options: Any) -> None:
         raise FailedPrecondition("the store has frames of another size")
 
-    monkeypatch.setattr(worker, "begin", fails)
+    monkeypatch.setattr(server, "begin", fails)
     with pytest.raises(Internal, match="could not become prefill: the store has frames"):
         await made.set_role("prefill")
     assert made.core.failed.is_set() and made.failure is not None

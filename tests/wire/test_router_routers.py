@@ -18,8 +18,8 @@ from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     FakeDecode,
-    FakeModel,
     FakePrefill,
+    FakeServedModel,
     SettingsError,
     fake_model,
     request,
@@ -242,7 +242,7 @@ OTHER = {"name": "other", "fingerprint": "cd" * 32, "tokenizer_digest": "22" * 3
 
 @asynccontextmanager
 async def _two_models(*, with_other: bool = True) -> AsyncIterator[Bench]:
-    other: FakeModel = fake_model(**OTHER)
+    other: FakeServedModel = fake_model(**OTHER)
     async with running(others=[other]) as bench:
         if with_other:
             await bench.add(FakePrefill("px", other))

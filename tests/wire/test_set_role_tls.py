@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from baton.development_certificates import CertSet
 
-from baton import certificates
-from baton.certificates import CertSet
+from baton import development_certificates
 from process import rpc
 from process.authorization import WORKERS, PeerRole
 from process.tls import TlsIdentity
@@ -61,7 +61,7 @@ async def asked_over_tls(
 
 async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) -> None:
     """Asked by those who may ask; nobody else gets as far."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     refused, denied = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED
     async with worker_with(made) as w:
         for asking, code, says in (
@@ -78,7 +78,7 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
     tmp_path: Path,
 ) -> None:
     """Who never had business here is refused, before and after."""
-    made = certificates.write(tmp_path, flips=True)
+    made = development_certificates.write(tmp_path, flips=True)
     ask = common_pb2.GetWorkerStatusRequest()
 
     async def status(asking: PeerRole, called: PeerRole) -> tuple[grpc.StatusCode, str]:
@@ -115,15 +115,15 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 
 async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_path: Path) -> None:
     """It keeps showing the last certificate that names its role."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     ok, refused = grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION
     async with worker_with(made) as w:
         told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told[0] is refused
-        certificates.write(tmp_path, flips=True)
+        development_certificates.write(tmp_path, flips=True)
         told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told == (ok, "prefill")
-        certificates.write(tmp_path)  # decode alone, again
+        development_certificates.write(tmp_path)  # decode alone, again
         # A new connection each, as the role that it has.
         for _ in range(2):
             told = await asked_over_tls(
@@ -140,7 +140,7 @@ async def test_a_certificate_that_was_refused_until_the_flip_is_shown_with_it(
     tmp_path: Path,
 ) -> None:
     """Whoever hears of the new role may dial it at once."""
-    made = certificates.write(tmp_path)
+    made = development_certificates.write(tmp_path)
     async with worker_with(made) as w:
         own, other = made.tls_of(PeerRole.DECODE), made.tls_of(PeerRole.PREFILL)
         shutil.copyfile(other.cert_file, own.cert_file)

@@ -22,7 +22,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.request import GrammarKind, Request, Sampling
 from protos import common_pb2, inference_pb2
-from services.worker.status import FINISH_REASONS, logprobs_to_proto
+from services.worker.provenance import FINISH_REASONS, logprobs_to_proto
 from tests.conftest import LONG, LONG_TIMEOUT_S, third
 from tests.harness.guessing_cluster import Cluster, Site, cluster, leaving_at_times, site
 from tests.harness.guessing_models import (
