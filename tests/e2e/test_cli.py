@@ -231,7 +231,7 @@ def test_a_busy_port(up: Up) -> None:
     "part",
     [
         "worker",
-        # Each says it by the same means: tests/wire/test_router_process.py and others.
+        # Each says it by the same means: tests/wire/test_processes.py and others.
         *(
             pytest.param(part, marks=pytest.mark.long)
             for part in ("store", "router", "prefill", "decode")

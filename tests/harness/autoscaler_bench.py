@@ -11,15 +11,11 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf import json_format
+from services.autoscaler.testing.fake_scaler import FakeScaler
 
 from process import grpc_server, registry, rpc
 from process.errors import BatonError
-from protos import (
-    common_pb2,
-    router_status_pb2,
-    worker_control_pb2,
-    worker_control_pb2_grpc,
-)
+from protos import common_pb2, router_status_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import (
     AutoscalerSettings,
@@ -28,7 +24,6 @@ from services.autoscaler.config import (
     PoolLimits,
     ScaleLimits,
 )
-from services.autoscaler.testing.fake_scaler import FakeScaler
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock, until
 

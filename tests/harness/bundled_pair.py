@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,20 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from kvstore import store_process
 from kvstore.config import KvStoreSettings
-from process import rpc, signing_keys
+from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from services.decode.role import DecodeRole
-from services.prefill.role import PrefillRole
 from services.worker import main
-from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import SALT
 from tests.harness.prefill_decode_pair import (
     PrefillCall,
     RouterStream,
     Sample,
-    handover,
+    handover_of,
+    keys_in,
     sampling_params,
     served_by,
+    started,
 )
 from tests.harness.worker_probe import translated
 
@@ -105,7 +106,7 @@ class Workers:
         """What decode draws behind these tokens, by sample, and its last word. Without a handle it
         computes the prompt. over: samples that are complete."""
         fields = self.fields(PROMPT, name, "", "", **sampling)
-        samples: dict[int, Sample] = {}
+        samples: dict[int, Sample] = defaultdict(Sample)
         stream = RouterStream(self.stubs[1].Stream())
         try:
             reserve = decode_pb2.ReserveDecode(budget_ms=int(PATIENCE_S * 1000), **fields)
@@ -119,13 +120,7 @@ class Workers:
                     handle=handle, output_token_ids=outputs[0], computes_prompt=handle is None
                 )
                 await stream.generate_from(key, command)
-            while True:
-                event = await stream.next(key, PATIENCE_S)
-                assert event.WhichOneof("event") in ("tokens", "finished"), event
-                part = event.finished if event.HasField("finished") else event.tokens
-                samples.setdefault(part.sample_index, Sample()).add(part)
-                if event.HasField("finished"):
-                    return samples, event.finished
+            return samples, await stream.finish(key, samples, PATIENCE_S)
         finally:
             await stream.close()
 
@@ -156,37 +151,24 @@ class Workers:
         """One answer through both workers, nothing of its prompt computed twice; by sample."""
         fields = self.fields(prompt, name, adapter, digest, **sampling)
         prefill_stub, decode_stub = self.stubs
-        samples: dict[int, Sample] = {}
+        samples: dict[int, Sample] = defaultdict(Sample)
         stream = RouterStream(decode_stub.Stream())
         try:
-            key = await stream.reserve(decode_pb2.ReserveDecode(budget_ms=20_000, **fields))
-            event = await stream.next(key)
-            assert event.WhichOneof("event") == "reserved", event
+            key = await stream.begin(decode_pb2.ReserveDecode(budget_ms=20_000, **fields))
             request = prefill_pb2.PrefillRequest(wants_handle=True, **fields)
             call = PrefillCall(prefill_stub, request, timeout_s=WAIT_S)
-            messages = []
-            async for message in call:
-                if message.handle.is_partial:
-                    await stream.prefetch(key, message.handle)
-                else:
-                    messages.append(message)
-            *firsts, account = messages
+            firsts, account = await stream.forward(key, call)
             for first in firsts:
                 if not first.beam_start:
-                    samples.setdefault(first.sample_index, Sample()).add(first)
+                    samples[first.sample_index].add(first)
             if samples and all(sample.finish_reason for sample in samples.values()):
-                await stream.cancel(key)
-                await stream.collect(key)
+                await stream.end(key)
                 return samples
-            await stream.generate_from(key, handover(account, firsts))
-            while not event.HasField("finished"):
-                event = await stream.next(key)
-                assert event.WhichOneof("event") in ("tokens", "finished"), event
-                part = event.finished if event.HasField("finished") else event.tokens
-                samples.setdefault(part.sample_index, Sample()).add(part)
+            await stream.generate_from(key, handover_of(account, firsts))
+            finished = await stream.finish(key, samples)
         finally:
             await stream.close()
-        leg = event.finished.leg
+        leg = finished.leg
         assert leg.num_tokens_computed == 0 and not leg.recomputed, (leg, account.leg)
         return samples
 
@@ -219,33 +201,17 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     store_settings = KvStoreSettings(
         slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
     )
-    key_file = slab_dir / "handle.keys"
-    if not key_file.exists():
-        signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(store_process.running(store_settings))
         made = []
-        for name, role in (("prefill", PrefillRole), ("decode", DecodeRole)):
-            config = EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024)
-            settings = WorkerSettings(
-                worker_id=f"{name}-0",
-                redis_url="",
-                store_address=store.address,
-                handle_keys_file=str(key_file),
-                limits=limits,
-                adapters=adapters,
-                engine=config,
-            )
+        own = {"handle_keys_file": keys_in(slab_dir), "limits": limits, "adapters": adapters}
+        for role in ("prefill", "decode"):
             # Not on the loop, where the other worker keeps its ways to the store.
-            engine = await asyncio.to_thread(load_engine, config)
-            worker = await main.start(engine, settings, name, role)
-            stack.push_async_callback(worker.stop)
-            made.append(worker)
+            engine = await asyncio.to_thread(bundled_engine)
+            worker = started(role, engine, store.address, **own)
+            made.append(await stack.enter_async_context(worker))
         channels = [await stack.enter_async_context(rpc.channel(worker.address)) for worker in made]
-        stubs = (
-            prefill_pb2_grpc.PrefillStub(channels[0]),
-            decode_pb2_grpc.DecodeStub(channels[1]),
-        )
+        stubs = (prefill_pb2_grpc.PrefillStub(channels[0]), decode_pb2_grpc.DecodeStub(channels[1]))
         both = Workers(made[0], made[1], stubs)
         yield both
         if both.reference is not None:

@@ -20,20 +20,21 @@ from engine.engine import LLMEngine
 from engine.testing.ahead_model import AheadModel
 from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
-from process import rpc, signing_keys
+from process import rpc
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
 from services.worker import main
-from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.config import WorkerLimits
 from tests.harness.bundled_pair import alone as alone_engine
 from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
     RouterStream,
     Sample,
-    patient,
+    keys_in,
     sampling_params,
+    started,
 )
 from tests.harness.waiting import until
 from tests.harness.worker_probe import WorkerProbe
@@ -112,9 +113,15 @@ class Movers:
     ) -> int:
         """A request that computes its own prompt. Returns: its key on that worker's stream."""
         stream = self.streams[index]
-        key = await stream.reserve(self.reserve(prompt, name, **options))
-        assert (await stream.next(key)).HasField("reserved")
+        key = await stream.begin(self.reserve(prompt, name, **options))
         await stream.generate_from(key, alone(options.get("n", 1)))
+        return key
+
+    async def begin_held(self, num_forwards: int, prompt: Sequence[int], **options: Any) -> int:
+        """`begin` at worker 0, which stands in that forward pass of it."""
+        self.at(0).model.hold_at(num_forwards)
+        key = await self.begin(0, prompt, **options)
+        await until(self.at(0).model.is_held.is_set)
         return key
 
     async def reopen(self, index: int) -> None:
@@ -135,10 +142,8 @@ class Movers:
         self, prompt: Sequence[int], *, num_steps: int = 4, **sampling: Any
     ) -> tuple[decode_pb2.DecodeMoved, Sample]:
         """A request that worker 0 had to leave in the middle of its answer, and what it told."""
-        sample, model = Sample(), self.at(0).model
-        model.hold_at(num_steps + 1)
-        key = await self.begin(0, prompt, **sampling)
-        await until(model.is_held.is_set)
+        sample = Sample()
+        key = await self.begin_held(num_steps + 1, prompt, **sampling)
         release_when_taken_out(self, 0)
         self.leave(0)
         moved = (await self.last_word(0, key, sample)).moved
@@ -190,18 +195,10 @@ class Movers:
         stream = self.streams[index]
         key = await stream.begin(self.reserve(prompt, "r", **sampling))
         await stream.generate_from(key, going_on(moved, samples))
-        while True:
-            event = await stream.next(key)
-            part = event.finished if event.HasField("finished") else event.tokens
-            samples[part.sample_index].add(part)
-            if event.HasField("finished"):
-                return event.finished
+        return await stream.finish(key, samples)
 
     async def follow(
-        self,
-        prompt: Sequence[int],
-        on_tokens: Callable[[], None] = lambda: None,
-        **sampling: Any,
+        self, prompt: Sequence[int], on_tokens: Callable[[], None] = lambda: None, **sampling: Any
     ) -> Told:
         """One request of one sample to its end, wherever it goes."""
         told, name = Told(), f"r{next(_names)}"
@@ -326,16 +323,13 @@ async def movers(
     limits: WorkerLimits | None = None,
     store_bytes: int = 16 * 1024 * 1024,
     has_two_nodes: bool = False,
-    settings: Callable[[WorkerSettings], WorkerSettings] = lambda made: made,
+    **settings: Any,
 ) -> AsyncIterator[Movers]:
     """Start all; at the end stop them. With two nodes the second worker has a store of its own.
 
     However busy the machine is, an engine hears of all that waits between two steps: tests count
     the steps that are made.
     """
-    limits = limits or patient()
-    key_file = slab_dir / "handle.keys"
-    signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
@@ -348,16 +342,11 @@ async def movers(
         workers = []
         for index, home in enumerate(homes):
             engine = await asyncio.to_thread(make_engine, index)
-            made = WorkerSettings(
-                worker_id=f"decode-{index}",
-                redis_url="",
-                store_address=home.address,
-                handle_keys_file=str(key_file),
-                limits=limits,
-            )
-            worker = await main.start(engine, settings(made), "decode", DecodeRole)
+            own = {"worker_id": f"decode-{index}", "handle_keys_file": keys_in(slab_dir)}
+            own |= {"limits": limits, **settings}
+            made = started("decode", engine, home.address, **own)
+            worker = await stack.enter_async_context(made)
             worker.core.thread.jobs_s = WAIT_S
-            stack.push_async_callback(worker.stop)
             workers.append(worker)
         stubs, streams = [], []
         for worker in workers:
@@ -371,9 +360,5 @@ async def movers(
 @contextlib.asynccontextmanager
 async def lone_decode() -> AsyncIterator[WorkerProbe]:
     """A decode worker without a store."""
-    settings = WorkerSettings(worker_id="w", redis_url="", limits=patient())
-    worker = await main.start(fake_engine(), settings, "decode", DecodeRole)
-    try:
+    async with started("decode", fake_engine(), worker_id="w") as worker:
         yield WorkerProbe(worker)
-    finally:
-        await worker.stop()

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.decode.request_spec import DecodeState
+from services.worker.runtime import Identity, WorkerCore
 
 from engine.config import EngineConfig
 from kvstore.block_lender import LenderLimits
@@ -20,13 +22,11 @@ from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from process import signing_keys
 from protos import common_pb2, prefill_pb2
-from services.decode.request_spec import DecodeState
 from services.worker import store_pool
 from services.worker.config import WorkerSettings
-from services.worker.runtime import Identity, WorkerCore
 from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
-from tests.harness.handles import partial, prefetch
+from tests.harness.handles import partial
 from tests.harness.prefill_decode_pair import (
     LEASE_TTL_S,
     WAIT_S,
@@ -176,7 +176,7 @@ async def ahead(
         made = Ahead(p, stream, key, call, first.handle, num_told)
         is_all = num_told == CHUNK // BLOCK_SIZE
         told = first.handle if is_all else partial(p, first.handle, num_told)
-        await prefetch(stream, key, told)
+        await stream.prefetch(key, told)
         yield made
         p.prefill_model.release()
         call.vanish()

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.router.testing.fake_workers import FakeDecode, FakePrefill, FakeServedModel
+
 from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from services.router.testing.fake_workers import FakeDecode, FakePrefill, FakeServedModel
 from tests.harness.gated_engine import SALT
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
     PrefillCall,
     RouterStream,
-    handover,
+    handover_of,
     pair,
     sampling_params,
 )
@@ -114,7 +115,7 @@ class Workers:
                 await stream.prefetch(key, message.handle)
             else:
                 firsts.append(message)
-        await stream.generate_from(key, handover(messages[-1], firsts))
+        await stream.generate_from(key, handover_of(messages[-1], firsts))
         answer = await stream.collect(key)
         assert answer.failed is None and answer.finished is not None
         return answer.token_ids

@@ -4,8 +4,10 @@ of that, which Prometheus would forgive.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,6 +58,28 @@ def read(text: str) -> dict[str, Family]:
         families[name] = family
     assert set(families) == set(names)
     return families
+
+
+async def scrape(address: str) -> dict[str, Family]:
+    """What /metrics there says now; see `read`."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
+            assert "text/plain" in reply.headers["Content-Type"]
+            return str(reply.read().decode())
+
+    return read(await asyncio.to_thread(get))
+
+
+def values(families: Mapping[str, Family]) -> dict[str, float]:
+    """Of the samples, by name and what else than who it is of they are labelled with, in the order
+    of the labels' names; with commas."""
+    found = {}
+    for sample in (sample for family in families.values() for sample in family.samples):
+        who = next((who for who in WHO if who <= set(sample.labels)), set())
+        labels = [value for name, value in sorted(sample.labels.items()) if name not in who]
+        found[",".join([sample.name, *labels])] = sample.value
+    return found
 
 
 def check_grown(before: Mapping[str, Family], after: Mapping[str, Family]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from process.background_tasks import end_tasks
+
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
@@ -20,8 +22,7 @@ from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
 from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
-from process import rpc, signing_keys
-from process.background_tasks import end_tasks
+from process import rpc
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.rpc import PLAIN
@@ -29,15 +30,14 @@ from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grp
 from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.server import serving_drafts
-from services.prefill.role import PrefillRole
 from services.router.app import Router, load_model
 from services.router.config import RouterSettings, RouterTimes
 from services.worker import main
-from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.config import WorkerLimits
 from services.worker.draft_channel import DraftPeers
 from tests.harness.compile_process import SharedProcess
 from tests.harness.guessing_models import VOCAB, Maker
-from tests.harness.prefill_decode_pair import LEASE_TTL_S, Sample
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, Sample, keys_in, started
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 from tests.harness.workloads import WINDOW, maybe_ahead
@@ -56,7 +56,7 @@ class Site:
     router: Router
     stub: Any
     store: Any
-    key_file: Path
+    key_file: str
     process: SharedProcess
     num_clusters: int = 0
 
@@ -110,8 +110,6 @@ async def site(
     maker: Maker, folder: Path, redis: RedisServer, handover: str
 ) -> AsyncIterator[Site]:
     """Start it; at the end check its laws and stop it."""
-    key_file = folder / "handle.keys"
-    signing_keys.create(key_file)
     # All share a loop and its interpreter: late is not away.
     redis_waits = "redis_timeout_s", "lookup_timeout_s"
     worker_waits = "connect_timeout_s", "reserve_answer_s", "reserve_wait_s", "failover_wait_s"
@@ -138,7 +136,7 @@ async def site(
         stack.push_async_callback(router.stop)
         channel = await stack.enter_async_context(rpc.channel(router.address))
         stub = inference_pb2_grpc.InferenceStub(channel)
-        made = Site(maker, redis.url, router, stub, store, key_file, process)
+        made = Site(maker, redis.url, router, stub, store, keys_in(folder), process)
         yield made
         await made.check()
 
@@ -291,27 +289,25 @@ def _guessing_engine(
 async def _start(
     site: Site, name: str, engine: LLMEngine, stack: contextlib.AsyncExitStack
 ) -> main.Worker:
-    is_prefill = name.startswith("p")
-    settings = WorkerSettings(
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S,
+        lease_ttl_s=LEASE_TTL_S,
+        attach_budget_s=WAIT_S,
+        ping_budget_s=WAIT_S,  # they share a loop and its interpreter: late is not away
+        drain_s=0.2,
+        stop_grace_s=0.05,
+    )
+    worker = started(
+        "prefill" if name.startswith("p") else "decode",
+        engine,
+        site.store.address,
         worker_id=name,
         redis_url=site.redis_url,
-        store_address=site.store.address,
-        handle_keys_file=str(site.key_file),
+        handle_keys_file=site.key_file,
         adapters=site.maker.adapters,
-        engine=engine.config,
-        limits=WorkerLimits(
-            store_wait_s=WAIT_S,
-            lease_ttl_s=LEASE_TTL_S,
-            attach_budget_s=WAIT_S,
-            ping_budget_s=WAIT_S,  # they share a loop and its interpreter: late is not away
-            drain_s=0.2,
-            stop_grace_s=0.05,
-        ),
+        limits=limits,
     )
-    role = PrefillRole if is_prefill else DecodeRole
-    worker = await main.start(engine, settings, "prefill" if is_prefill else "decode", role)
-    stack.push_async_callback(worker.stop)
-    return worker
+    return await stack.enter_async_context(worker)
 
 
 async def _draft_workers(

@@ -11,7 +11,7 @@ from kvstore.block_refs import Block, PackedBlocks
 from process.deadline import Deadline
 from protos import common_pb2
 from services.worker import handle as handles
-from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Pair, RouterStream
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Pair
 
 
 def blocks_of(run: common_pb2.BlockRun) -> list[Block]:
@@ -60,10 +60,6 @@ def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2
 def sign(p: Pair, handle: common_pb2.KvHandle) -> None:
     """As a prefill worker that has the key."""
     handles.sign(handle, p.prefill.core.handle_keys)
-
-
-prefetch = RouterStream.prefetch
-"""As the router forwards one."""
 
 
 async def split(p: Pair, handle: common_pb2.KvHandle, at: int = 4) -> None:

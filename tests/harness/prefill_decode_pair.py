@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from services.worker.stream_servicer import beam_from_proto, num_samples_of, sampling_from_proto
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
@@ -41,7 +43,6 @@ from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.provenance import FINISH_REASONS, logprobs_to_proto, traces_to_proto
-from services.worker.stream_servicer import beam_from_proto, num_samples_of, sampling_from_proto
 from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until
@@ -55,26 +56,16 @@ FRAME_BYTES = 4096
 _keys = itertools.count(1)
 
 
-async def spoken(
-    call: Any, partials: list[common_pb2.KvHandle] | None = None
-) -> list[prefill_pb2.PrefillReply]:
-    """A Prefill call's messages but its partial handles, which go to `partials`."""
-    messages = []
-    async for message in call:
-        if not message.handle.is_partial:
-            messages.append(message)
-        elif partials is not None:
-            partials.append(message.handle)
-    return messages
-
-
 async def whole(
     call: Any, partials: list[common_pb2.KvHandle] | None = None
 ) -> prefill_pb2.PrefillReply:
-    """All messages of a Prefill call but its partial handles as one."""
+    """All messages of a Prefill call as one, but its partial handles, which go to `partials`."""
     reply = prefill_pb2.PrefillReply()
-    for message in await spoken(call, partials):
-        reply.MergeFrom(message)
+    async for message in call:
+        if not message.handle.is_partial:
+            reply.MergeFrom(message)
+        elif partials is not None:
+            partials.append(message.handle)
     return reply
 
 
@@ -242,13 +233,20 @@ class Pair:
         async with rpc.channel(self.prefill.address) as channel:
             yield prefill_pb2_grpc.PrefillStub(channel)
 
+    def call(
+        self, asked: Any, *, timeout_s: float | None = LEASE_TTL_S, stub: Any = None, **options: Any
+    ) -> PrefillCall:
+        """Of a whole request, or of one of this prompt. Args: stub: another than the pair's."""
+        if not isinstance(asked, prefill_pb2.PrefillRequest):
+            asked = self.prefill_request(asked, **options)
+        return PrefillCall(stub or self.prefill_stub, asked, timeout_s=timeout_s)
+
     async def run_prefill(
         self, prompt: Sequence[int], *, timeout_s: float = LEASE_TTL_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
         """One prompt. Without a handle its answer does not wait for the store: we do."""
-        request = self.prefill_request(prompt, **options)
-        reply = await whole(PrefillCall(self.prefill_stub, request, timeout_s=timeout_s))
-        if not request.wants_handle:
+        reply = await whole(self.call(prompt, timeout_s=timeout_s, **options))
+        if not options.get("wants_handle", True):
             await until(lambda: self.at_prefill.num_chains_behind == 0)
         return reply
 
@@ -357,36 +355,24 @@ class Pair:
     ) -> dict[int, Sample]:
         """`generate` of several samples, each on its own."""
         options = {"name": name, "max_tokens": max_tokens, **sampling}
-        samples: dict[int, Sample] = {}
-        async with self.stream() as stream:
-            key = await stream.reserve(self.reserve(prompt, **options))
-            assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            ask = self.prefill_request(prompt, handover=handover, **options)
-            call = PrefillCall(self.prefill_stub, ask, timeout_s=LEASE_TTL_S)
-            *firsts, account = await spoken(call)
+        samples: dict[int, Sample] = defaultdict(Sample)
+        async with self.reserved(prompt, **options) as (stream, key):
+            *firsts, account = await self.call(prompt, handover=handover, **options).answer()
             for first in firsts:
                 if not first.beam_start:
-                    samples.setdefault(first.sample_index, Sample()).add(first)
+                    samples[first.sample_index].add(first)
             if samples and all(sample.finish_reason for sample in samples.values()):
-                await stream.cancel(key)
-                await stream.collect(key)
+                await stream.end(key)
                 return samples
             if loses_handle:
                 connector = self.prefill.core.connector
                 leases = {run.lease_id for run in (*account.handle.runs, account.handle.tail)}
                 connector.release_later(connector.client, sorted(leases - {""}))
                 account.ClearField("handle")
-            await stream.generate_from(key, command_of(account, firsts))
-            while True:
-                event = await stream.next(key)
-                kind = event.WhichOneof("event")
-                assert kind in ("tokens", "finished"), event
-                part = event.finished if kind == "finished" else event.tokens
-                samples.setdefault(part.sample_index, Sample()).add(part)
-                if kind == "finished":
-                    break
+            await stream.generate_from(key, handover_of(account, firsts))
+            finished = await stream.finish(key, samples)
         for sample in samples.values():
-            sample.leg = event.finished.leg
+            sample.leg = finished.leg
         return samples
 
     def alone(self, prompt: Sequence[int], *, max_tokens: int = 8, **sampling: Any) -> list[Sample]:
@@ -489,7 +475,7 @@ def served_by(
     return samples
 
 
-def command_of(
+def handover_of(
     account: prefill_pb2.PrefillReply, firsts: Sequence[prefill_pb2.PrefillReply]
 ) -> decode_pb2.GenerateFromHandle:
     """As the router makes it of a prefill worker's messages."""
@@ -505,9 +491,6 @@ def command_of(
     for first in firsts:
         command.outputs.add(token_ids=first.token_ids, is_over=bool(first.finish_reason))
     return command
-
-
-handover = command_of
 
 
 @dataclass
@@ -609,6 +592,25 @@ class RouterStream:
         command = decode_pb2.PrefetchDecode(handle=handle)
         await self._write(decode_pb2.DecodeCommand(key=key, prefetch=command))
 
+    async def forward(
+        self,
+        key: int,
+        call: PrefillCall,
+        on_partial: Callable[[common_pb2.KvHandle], Awaitable[None]] | None = None,
+    ) -> tuple[list[prefill_pb2.PrefillReply], prefill_pb2.PrefillReply]:
+        """A prefill's partial handles go to decode, as by the router. Returns: its first tokens and
+        its account. Args: on_partial: called behind each."""
+        messages = []
+        async for message in call:
+            if not message.handle.is_partial:
+                messages.append(message)
+                continue
+            await self.prefetch(key, message.handle)
+            if on_partial is not None:
+                await on_partial(message.handle)
+        *firsts, account = messages
+        return firsts, account
+
     async def cancel_sample(self, key: int, sample_index: int) -> None:
         cancel = decode_pb2.CancelSample(sample_index=sample_index)
         await self._write(decode_pb2.DecodeCommand(key=key, cancel_sample=cancel))
@@ -635,6 +637,25 @@ class RouterStream:
             elif kind == "failed":
                 answer.failed = event.failed
         return answer
+
+    async def end(self, key: int) -> Answer:
+        """Cancel it. Returns: all that came, until it was told to be so."""
+        await self.cancel(key)
+        answer = await self.collect(key)
+        assert answer.finished is not None
+        return answer
+
+    async def finish(
+        self, key: int, samples: Any, timeout_s: float = WAIT_S
+    ) -> decode_pb2.DecodeFinished:
+        """All that comes to the end, added to `samples`, by index. Returns: the last word."""
+        while True:
+            event = await self.next(key, timeout_s)
+            assert event.WhichOneof("event") in ("tokens", "finished"), event
+            part = event.finished if event.HasField("finished") else event.tokens
+            samples[part.sample_index].add(part)
+            if event.HasField("finished"):
+                return event.finished
 
     async def in_order(self) -> None:
         """Until the worker has read all commands that were sent before."""
@@ -693,11 +714,36 @@ def sampling_params(
     )
 
 
+ROLES: dict[str, Any] = {"prefill": PrefillRole, "decode": DecodeRole}
+
+
+def keys_in(folder: Path) -> str:
+    """A file of keys of handles, made if need be."""
+    key_file = folder / "handle.keys"
+    if not key_file.exists():
+        signing_keys.create(key_file)
+    return str(key_file)
+
+
+@contextlib.asynccontextmanager
+async def started(
+    role: str, engine: LLMEngine, store_address: str = "", **settings: Any
+) -> AsyncIterator[main.Worker]:
+    """A worker, until the body ends. Args: settings: as of WorkerSettings."""
+    own = {"worker_id": f"{role}-0", "redis_url": "", "engine": engine.config, **settings}
+    own["limits"] = own.get("limits") or patient()
+    made = WorkerSettings(store_address=store_address, **own)
+    worker = await main.start(engine, made, role, ROLES[role])
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
 @contextlib.asynccontextmanager
 async def pair(
     slab_dir: Path,
     *,
-    transport: str = "shm",
     num_frames: int = 512,
     tenant_shares: tuple[str, ...] = (),
     prefill_blocks: int = 256,
@@ -707,67 +753,52 @@ async def pair(
     chunk: int = 16,
     limits: WorkerLimits | None = None,
     has_two_nodes: bool = False,
-    remote_transport: str = "grpc",
-    direct_transport: str = "",
-    lend_mapped: bool = False,
     tracing: TracingSettings | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Pair]:
     """Start all three; at the end stop them and check that what is left is nothing.
 
     With two nodes decode has a store of its own and pulls what prefill stored in the other.
 
-    Args: decode_parts: of the decode worker's engine, see fake_engine.
+    Args: decode_parts: of the decode worker's engine, see fake_engine. settings: of both workers.
     """
     models = [GatedModel() for _ in range(3)]
-    key_file = slab_dir / "handle.keys"
-    if not key_file.exists():
-        signing_keys.create(key_file)
+    tracing = tracing or TracingSettings()
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
-        settings = KvStoreSettings(
+        of_store = KvStoreSettings(
             slab_dir=str(slab_dir),
             capacity_bytes=num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
             tenant_shares=tenant_shares,
-            tracing=tracing or TracingSettings(),
+            tracing=tracing,
         )
-        store = decode_store = await store_exit.enter_async_context(store_process.running(settings))
+        store = decode_store = await store_exit.enter_async_context(store_process.running(of_store))
         if has_two_nodes:
-            own = dataclasses.replace(settings, node_id="decode-home")
+            own = dataclasses.replace(of_store, node_id="decode-home")
             decode_store = await stack.enter_async_context(store_process.running(own))
-        workers = []
-        decode_engine = {"preemption": decode_preemption, **(decode_parts or {})}
-        for name, role, home, num_blocks, model, parts in (
-            ("prefill", PrefillRole, store, prefill_blocks, models[1], {}),
-            ("decode", DecodeRole, decode_store, decode_blocks, models[2], decode_engine),
-        ):
-            engine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model, **parts)
-            worker = await main.start(
-                engine,
-                WorkerSettings(
-                    worker_id=f"{name}-0",
-                    redis_url="",
-                    store_address=home.address,
-                    transport=transport,
-                    remote_transport=remote_transport,
-                    direct_transport=direct_transport,
-                    lend_mapped=lend_mapped,
-                    handle_keys_file=str(key_file),
-                    limits=limits or patient(),
-                    tracing=tracing or TracingSettings(),
-                    engine=engine.config,
-                ),
-                name,
-                role,
-            )
-            stack.push_async_callback(worker.stop)
-            workers.append(worker)
+        settings |= {"tracing": tracing, "limits": limits, "handle_keys_file": keys_in(slab_dir)}
+        engines = (
+            fake_engine(num_blocks=prefill_blocks, chunk=chunk, model=models[1]),
+            fake_engine(
+                num_blocks=decode_blocks,
+                chunk=chunk,
+                model=models[2],
+                preemption=decode_preemption,
+                **decode_parts or {},
+            ),
+        )
+        homes = (("prefill", store), ("decode", decode_store))
+        workers = [
+            await stack.enter_async_context(started(role, engine, home.address, **settings))
+            for (role, home), engine in zip(homes, engines, strict=True)
+        ]
         channels = [
             await stack.enter_async_context(rpc.channel(worker.address)) for worker in workers
         ]
         made = Pair(
             *models,
-            dataclasses.replace(settings, listen=store.address),
+            dataclasses.replace(of_store, listen=store.address),
             store,
             store_exit,
             workers[0],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from services.worker.runtime import WorkerCore
 
 from engine.engine import LLMEngine
 from kvstore import store_process
@@ -20,23 +21,23 @@ from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
-from process import rpc, signing_keys
+from process import rpc
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker import main
-from services.worker.config import WorkerSettings
-from services.worker.runtime import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
     LEASE_TTL_S,
     WAIT_S,
     PrefillCall,
+    keys_in,
     patient,
     sampling_params,
+    started,
     whole,
 )
 from tests.harness.waiting import until
@@ -211,8 +212,10 @@ class Nodes:
                 request = kvstore_pb2.ReleaseRequest(lease_ids=[run.lease_id])
                 await stub.Release(request, timeout=WAIT_S)
 
-    async def check(self) -> None:
-        """Nothing is held any more, anywhere, and every law holds."""
+    async def check(self, *handles: common_pb2.KvHandle) -> None:
+        """Nothing is held any more, anywhere, and every law holds, once these are given back."""
+        for handle in handles:
+            await self.release(handle)
         for node in self.all:
             await node.core.connector.settle()
             await until(lambda node=node: node.core.num_live == 0)
@@ -299,9 +302,8 @@ async def nodes(
     **limits: Any,
 ) -> AsyncIterator[Nodes]:
     """Start all of them; at the end stop them."""
-    key_file = folder / "handle.keys"
-    signing_keys.create(key_file)
     made = Nodes(GatedModel(), [])
+    workers = contextlib.AsyncExitStack()
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):
             store_exit = contextlib.AsyncExitStack()
@@ -315,18 +317,10 @@ async def nodes(
             settings = dataclasses.replace(settings, listen=store.address)
             model = make_model()
             engine: LLMEngine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)
-            worker = await main.start(
-                engine,
-                WorkerSettings(
-                    worker_id=f"prefill-{index}",
-                    redis_url="",
-                    store_address=store.address,
-                    remote_transport=remote_transport,
-                    handle_keys_file=str(key_file),
-                    limits=patient(**limits),
-                ),
-                "prefill",
-                PrefillRole,
+            own = {"worker_id": f"prefill-{index}", "remote_transport": remote_transport}
+            own |= {"handle_keys_file": keys_in(folder), "limits": patient(**limits)}
+            worker = await workers.enter_async_context(
+                started("prefill", engine, store.address, **own)
             )
             channel = await stack.enter_async_context(rpc.channel(worker.address))
             stub = prefill_pb2_grpc.PrefillStub(channel)
@@ -338,7 +332,6 @@ async def nodes(
         finally:
             for node in made.all:
                 node.model.release()
-            for node in made.all:
-                await node.worker.stop()
+            await workers.aclose()
             for node in made.all:
                 await node.store_exit.aclose()

@@ -25,6 +25,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from services.router.placement import Placer
+from services.router.request import SamplingDefaults
+from services.router.testing.fake_workers import FakeDecode as FakeDecode
+from services.router.testing.fake_workers import FakePrefill as FakePrefill
+from services.router.testing.fake_workers import FakeServedModel as FakeServedModel
+from services.router.testing.fake_workers import FakeWorker as FakeWorker
+from services.router.testing.fake_workers import Gate as Gate
+from services.router.worker_views import ServedModel
+from services.worker.runtime import Heartbeat
 
 from kvstore import block_hash, index
 from process import entrypoint, grpc_server, registry, rpc
@@ -32,13 +41,7 @@ from process.errors import BatonError
 from process.rpc import channel as channel
 from process.rpc import error_from_rpc as error_from_rpc
 from process.settings import SettingsError as SettingsError
-from protos import (
-    common_pb2,
-    inference_pb2,
-    inference_pb2_grpc,
-    kvstore_pb2,
-    kvstore_pb2_grpc,
-)
+from protos import common_pb2, inference_pb2, inference_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from services.router import client_limits, http_server, worker_client
 from services.router.app import Router, ServedCheckpoint
 from services.router.config import (
@@ -49,15 +52,6 @@ from services.router.config import (
     TenantSalts,
     parse_scopes,
 )
-from services.router.placement import Placer
-from services.router.request import SamplingDefaults
-from services.router.testing.fake_workers import FakeDecode as FakeDecode
-from services.router.testing.fake_workers import FakePrefill as FakePrefill
-from services.router.testing.fake_workers import FakeServedModel as FakeServedModel
-from services.router.testing.fake_workers import FakeWorker as FakeWorker
-from services.router.testing.fake_workers import Gate as Gate
-from services.router.worker_views import ServedModel
-from services.worker.runtime import Heartbeat
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level
@@ -109,7 +103,7 @@ class Bench:
         self._is_stopping = False
         self._num_publishing = 0
         # One: each reads the version of its library from files.
-        self._client = redis_server.client()
+        self.redis_client = redis_server.client()
 
     @property
     def prefill(self) -> FakePrefill:
@@ -129,12 +123,13 @@ class Bench:
         busy, other = sorted(self.prefills, key=lambda worker: not worker.num_active)
         return busy, other
 
-    async def add(self, worker: FakeWorker) -> None:
-        """Start a worker, and have the router meet it: until then it is the last choice."""
-        await worker.start()
-        (self.prefills if isinstance(worker, FakePrefill) else self.decodes).append(worker)  # type: ignore[arg-type]
-        await self.publish(worker)
-        await until(lambda: self.probe.has_met(worker))
+    async def add(self, *workers: FakeWorker) -> None:
+        """Start workers, and have the router meet them: until then they are the last choice."""
+        for worker in workers:
+            await worker.start()
+            (self.prefills if isinstance(worker, FakePrefill) else self.decodes).append(worker)  # type: ignore[arg-type]
+            await self.publish(worker)
+        await until(lambda: all(map(self.probe.has_met, workers)))
 
     async def publish(self, worker: FakeWorker, *, ttl_ms: int = 60_000) -> None:
         """A worker may still do so in the background while the bench ends, which waits for it: a
@@ -143,7 +138,7 @@ class Bench:
             return
         self._num_publishing += 1
         try:
-            await worker.register(self._client, ttl_ms=ttl_ms)
+            await worker.register(self.redis_client, ttl_ms=ttl_ms)
             await self.probe.look()
         finally:
             self._num_publishing -= 1
@@ -171,7 +166,7 @@ class Bench:
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
-        await self._client.delete(registry.beat_key("worker", worker.worker_id))
+        await self.redis_client.delete(registry.beat_key("worker", worker.worker_id))
 
     async def lapse(self, worker: FakeWorker) -> None:
         """As `silence`, and the router knows."""
@@ -200,8 +195,8 @@ class Bench:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
         life = entrypoint.new_incarnation().hex()
         entry = {"node_id": node_id, "address": address, "incarnation": life}
-        await self._client.hset(index.STORES_KEY, node_id, json.dumps(entry))
-        await self._client.set(index.beat_key(node_id), life, px=60_000)
+        await self.redis_client.hset(index.STORES_KEY, node_id, json.dumps(entry))
+        await self.redis_client.set(index.beat_key(node_id), life, px=60_000)
         await self.probe.look()
         return life
 
@@ -213,7 +208,7 @@ class Bench:
     async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
         """Have the index say that the store holds these blocks."""
         entries = dict.fromkeys(chain_hashes, 1)
-        await self._client.hset(index.index_key(node_id, life), mapping=entries)
+        await self.redis_client.hset(index.index_key(node_id, life), mapping=entries)
 
     async def start_router(self, settings: RouterSettings, *others: ServedCheckpoint) -> None:
         """`others`: models served beside the bench's own."""
@@ -269,11 +264,32 @@ class Bench:
             await self.router.stop()
             for worker in (*self.prefills, *self.decodes):
                 await worker.stop()
-            await self._client.aclose()
+            await self.redis_client.aclose()
 
-    async def generate(self, request: Any, **options: Any) -> list[Any]:
-        """All messages of one request."""
-        return [m async for m in self.stub.Generate(request, timeout=BOUND_S, **options)]
+    def call(self, asked: Any = None, *, metadata: Any = None, **fields: Any) -> Any:
+        """A request under way, whole or named by its fields: the stream of its messages."""
+        asked = request(**fields) if asked is None else asked
+        return self.stub.Generate(asked, timeout=BOUND_S, metadata=metadata)
+
+    async def generate(self, asked: Any = None, **options: Any) -> list[Any]:
+        """All messages of one request; see `call`."""
+        return await rest_of(self.call(asked, **options))
+
+    async def failure(
+        self, asked: Any = None, **options: Any
+    ) -> tuple[grpc.StatusCode, BatonError]:
+        """What one request ends with; see the function of this name, and `call`."""
+        return await failure(self.call(asked, **options))
+
+    async def code_of(self, asked: Any = None, **options: Any) -> grpc.StatusCode:
+        return (await self.failure(asked, **options))[0]
+
+    def expected_ids(
+        self, prompt: Sequence[int], seed: int, num_tokens: int, sample_index: int = 0
+    ) -> list[int]:
+        """What the fakes draw."""
+        params = common_pb2.SamplingParams(seed=seed)
+        return [self.model.token(prompt, params, at, sample_index) for at in range(num_tokens)]
 
 
 class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
@@ -372,6 +388,11 @@ async def failure(work: Any) -> tuple[grpc.StatusCode, BatonError]:
     return caught.value.code(), error_from_rpc(caught.value)
 
 
+async def code_of(work: Any) -> grpc.StatusCode:
+    """See `failure`."""
+    return (await failure(work))[0]
+
+
 @asynccontextmanager
 async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
     """A bare connection, with something sent."""
@@ -424,11 +445,7 @@ def model_for_router(model: FakeServedModel) -> ServedCheckpoint:
 
 
 def fake_model(**changes: Any) -> FakeServedModel:
-    base = {
-        "alphabet": LETTERS,
-        "eos_token_id": EOS,
-        "vocab_size": TOKENIZER.vocab_size,
-    }
+    base = {"alphabet": LETTERS, "eos_token_id": EOS, "vocab_size": TOKENIZER.vocab_size}
     return FakeServedModel(**{**base, **changes})
 
 
@@ -452,10 +469,9 @@ async def running(
         bench = (make or Bench)(server, model or fake_model())
         await bench.start_router(settings_for(server, **changes), *map(model_for_router, others))
         try:
-            for index in range(num_prefill):
-                await bench.add(FakePrefill(f"p{index}", bench.model))
-            for index in range(num_decode):
-                await bench.add(FakeDecode(f"d{index}", bench.model))
+            prefills = [FakePrefill(f"p{index}", bench.model) for index in range(num_prefill)]
+            decodes = [FakeDecode(f"d{index}", bench.model) for index in range(num_decode)]
+            await bench.add(*prefills, *decodes)
             yield bench
         except BaseException:
             expect_idle = False
@@ -466,11 +482,10 @@ async def running(
         server.remove()
 
 
-def expected_ids(bench: Bench, prompt: list[int], seed: int, num_tokens: int) -> list[int]:
-    """What the fakes draw."""
-    params = inference_pb2.GenerateRequest().sampling
-    params.seed = seed
-    return [bench.model.token(prompt, params, position) for position in range(num_tokens)]
+def ids_of(messages: Sequence[Any], sample_index: int | None = None) -> list[int]:
+    """The tokens that messages brought, of one sample or of all."""
+    own = [m for m in messages if sample_index is None or m.sample_index == sample_index]
+    return [token_id for message in own for token_id in message.token_ids]
 
 
 def request(**fields: Any) -> Any:
@@ -571,6 +586,7 @@ class Served:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             connection.request("POST", path, data, dict(headers))
             response = connection.getresponse()
+            assert response.getheader("server") == "baton"
             return response.status, json.loads(response.read())
         finally:
             connection.close()

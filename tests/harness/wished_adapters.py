@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-
 from process.background_tasks import end_tasks, start_task
+from services.router.testing.fake_workers import FakeWorker
+
 from protos import common_pb2
 from services import adapter_wishes
-from services.router.testing.fake_workers import FakeWorker
 from tests.harness.router_bench import Bench, HttpBench, http_bench
 
 
@@ -24,11 +24,7 @@ def workers_of(bench: Bench) -> list[FakeWorker]:
 
 
 async def wishes(bench: Bench) -> dict[str, common_pb2.AdapterWish]:
-    client = bench.redis.client()
-    try:
-        return adapter_wishes.parse(await client.hgetall(adapter_wishes.KEY), [])
-    finally:
-        await client.aclose()
+    return adapter_wishes.parse(await bench.redis_client.hgetall(adapter_wishes.KEY), [])
 
 
 async def follow(bench: Bench, worker: FakeWorker) -> None:
@@ -70,11 +66,7 @@ async def telling_bench(**options: Any) -> AsyncIterator[HttpBench]:
 
 async def put_wish(bench: Bench, name: str, wish: common_pb2.AdapterWish) -> None:
     """In place of the one that is there."""
-    client = bench.redis.client()
-    try:
-        await client.hset(adapter_wishes.KEY, name, adapter_wishes.to_json(wish))
-    finally:
-        await client.aclose()
+    await bench.redis_client.hset(adapter_wishes.KEY, name, adapter_wishes.to_json(wish))
 
 
 def unloaded(

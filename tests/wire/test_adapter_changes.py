@@ -26,6 +26,7 @@ from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     FakeDecode,
+    HttpBench,
     error_from_rpc,
     fake_model,
     request,
@@ -45,6 +46,12 @@ from tests.harness.wished_adapters import (
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[HttpBench]:
+    async with telling_bench() as made:
+        yield made
 
 
 @asynccontextmanager
@@ -83,6 +90,14 @@ async def _served(stub: Any) -> None:
     assert messages[-1].finish_reason
 
 
+async def _held(bench: Bench, stub: Any) -> asyncio.Task[None]:
+    """A request that is under way until the gate of its prefill worker opens."""
+    bench.prefill.gate.close()
+    serving = asyncio.create_task(_served(stub))
+    await bench.prefill.gate.reached.wait()
+    return serving
+
+
 async def _content(bench: Bench, stub: Any = None) -> str:
     """As the workers are asked for it."""
     await _served(stub or bench.stub)
@@ -103,9 +118,7 @@ async def test_loaded_means_that_every_router_serves_it_on_every_worker() -> Non
 async def test_new_requests_get_the_new_content_and_running_ones_end_on_the_old() -> None:
     async with telling_bench(num_decode=2) as bench, following(bench):
         await _load(bench.stub, OLD)
-        bench.prefill.gate.close()
-        first = asyncio.create_task(_served(bench.stub))
-        await bench.prefill.gate.reached.wait()
+        first = await _held(bench, bench.stub)
         await _load(bench.stub, NEW)
         bench.prefill.gate.let_pass(1)
         await _served(bench.stub)
@@ -117,12 +130,10 @@ async def test_new_requests_get_the_new_content_and_running_ones_end_on_the_old(
         await until(lambda: all(w.loaded == {("tales", NEW)} for w in workers_of(bench)))
 
 
-async def test_old_content_stays_as_long_as_any_router_uses_it() -> None:
-    async with telling_bench() as bench, _second_router(bench) as other, following(bench):
+async def test_old_content_stays_as_long_as_any_router_uses_it(bench: HttpBench) -> None:
+    async with _second_router(bench) as other, following(bench):
         await _load(bench.stub, OLD)
-        bench.prefill.gate.close()
-        first = asyncio.create_task(_served(other))
-        await bench.prefill.gate.reached.wait()
+        first = await _held(bench, other)
         await _load(bench.stub, NEW)
         (wish,) = (await wishes(bench)).values()
         assert [version.digest for version in wish.old] == [OLD]
@@ -166,44 +177,40 @@ async def test_a_worker_that_dies_meanwhile_is_not_waited_for() -> None:
         assert list((await loading).worker_ids) == ["d0", "p0"]
 
 
-async def test_a_worker_that_comes_meanwhile_has_it_before_it_counts() -> None:
-    async with telling_bench() as bench:
-        bench.prefill.load_gate.close()
-        loading = asyncio.create_task(_load(bench.stub, OLD))
-        await bench.prefill.load_gate.reached.wait()
-        late = FakeDecode("d1", bench.model)
-        late.on_loaded = partial(bench.publish, late)
-        await bench.add(late)
-        bench.prefill.load_gate.open()
-        assert "d1" in (await loading).worker_ids
-        assert late.loaded == {("tales", OLD)}
+async def test_a_worker_that_comes_meanwhile_has_it_before_it_counts(bench: HttpBench) -> None:
+    bench.prefill.load_gate.close()
+    loading = asyncio.create_task(_load(bench.stub, OLD))
+    await bench.prefill.load_gate.reached.wait()
+    late = FakeDecode("d1", bench.model)
+    late.on_loaded = partial(bench.publish, late)
+    await bench.add(late)
+    bench.prefill.load_gate.open()
+    assert "d1" in (await loading).worker_ids
+    assert late.loaded == {("tales", OLD)}
 
 
-async def test_workers_that_read_different_contents_are_told_apart() -> None:
-    async with telling_bench() as bench:
-        bench.decode.loaded = {("tales", NEW)}
-        await bench.publish(bench.decode)
+async def test_workers_that_read_different_contents_are_told_apart(bench: HttpBench) -> None:
+    bench.decode.loaded = {("tales", NEW)}
+    await bench.publish(bench.decode)
 
-        async def other(asked: Any, context: Any) -> Any:
-            status = common_pb2.AdapterStatus(name="tales", digest=NEW)
-            return common_pb2.LoadAdapterReply(adapter=status)
+    async def other(asked: Any, context: Any) -> Any:
+        status = common_pb2.AdapterStatus(name="tales", digest=NEW)
+        return common_pb2.LoadAdapterReply(adapter=status)
 
-        bench.decode.LoadAdapter = other  # type: ignore[method-assign]
-        await bench.decode.stop()
-        await bench.decode.start()
-        await bench.publish(bench.decode)
-        await until(lambda: bench.probe.has_met(bench.decode))
-        with pytest.raises(FailedPrecondition, match="different contents in /x/1111"):
-            await _load(bench.stub, OLD)
-        assert not await wishes(bench)
+    bench.decode.LoadAdapter = other  # type: ignore[method-assign]
+    await bench.decode.stop()
+    await bench.decode.start()
+    await bench.publish(bench.decode)
+    await until(lambda: bench.probe.has_met(bench.decode))
+    with pytest.raises(FailedPrecondition, match="different contents in /x/1111"):
+        await _load(bench.stub, OLD)
+    assert not await wishes(bench)
 
 
 async def test_an_unload_that_is_refused_changed_nothing() -> None:
     async with telling_bench(num_decode=2) as bench, following(bench):
         await _load(bench.stub, OLD)
-        bench.prefill.gate.close()
-        first = asyncio.create_task(_served(bench.stub))
-        await bench.prefill.gate.reached.wait()
+        first = await _held(bench, bench.stub)
         with pytest.raises(FailedPrecondition, match="'tales' is in use by 1 requests"):
             await _unload(bench.stub)
         bench.prefill.gate.open()
@@ -216,12 +223,12 @@ async def test_an_unload_that_is_refused_changed_nothing() -> None:
             await _unload(bench.stub)
 
 
-async def test_an_unload_that_waits_lets_requests_end_and_takes_no_new_ones() -> None:
-    async with telling_bench() as bench, _second_router(bench) as other, following(bench):
+async def test_an_unload_that_waits_lets_requests_end_and_takes_no_new_ones(
+    bench: HttpBench,
+) -> None:
+    async with _second_router(bench) as other, following(bench):
         await _load(bench.stub, OLD)
-        bench.prefill.gate.close()
-        first = asyncio.create_task(_served(other))
-        await bench.prefill.gate.reached.wait()
+        first = await _held(bench, other)
         unloading = asyncio.create_task(_unload(bench.stub, wait=True))
         await until(lambda: not bench.probe.knows_adapter("tales"))
         with pytest.raises(InvalidArgument, match="'tales' is not loaded"):
@@ -233,14 +240,14 @@ async def test_an_unload_that_waits_lets_requests_end_and_takes_no_new_ones() ->
         assert not any(worker.loaded for worker in workers_of(bench))
 
 
-async def test_an_unload_says_who_has_it_still() -> None:
-    async with telling_bench() as bench:  # where no worker follows
-        await _load(bench.stub, OLD)
-        bench.probe.hurry_adapters(0.5)
-        with pytest.raises(DeadlineExceeded, match="takes no new requests, and is on d0, p0"):
-            await _unload(bench.stub)
-        with pytest.raises(InvalidArgument, match="'tales' is not loaded"):
-            await _served(bench.stub)
+async def test_an_unload_says_who_has_it_still(bench: HttpBench) -> None:
+    """Where no worker follows."""
+    await _load(bench.stub, OLD)
+    bench.probe.hurry_adapters(0.5)
+    with pytest.raises(DeadlineExceeded, match="takes no new requests, and is on d0, p0"):
+        await _unload(bench.stub)
+    with pytest.raises(InvalidArgument, match="'tales' is not loaded"):
+        await _served(bench.stub)
 
 
 async def test_names_of_models_are_refused() -> None:
@@ -255,8 +262,8 @@ async def test_names_of_models_are_refused() -> None:
         assert not await wishes(bench)
 
 
-async def test_of_two_loads_at_once_one_is_told() -> None:
-    async with telling_bench() as bench, _second_router(bench) as other:
+async def test_of_two_loads_at_once_one_is_told(bench: HttpBench) -> None:
+    async with _second_router(bench) as other:
         bench.prefill.load_gate.close()
         loads = [asyncio.create_task(_load(s, d)) for s, d in ((bench.stub, OLD), (other, NEW))]
         await bench.prefill.load_gate.reached.wait()
@@ -270,71 +277,69 @@ async def test_of_two_loads_at_once_one_is_told() -> None:
 
 @pytest.mark.parametrize("is_behind", [False, True])
 async def test_a_redis_that_dies_with_the_change_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, is_behind: bool
+    bench: HttpBench, monkeypatch: pytest.MonkeyPatch, is_behind: bool
 ) -> None:
     """Just before, or just behind it: then the answer is lost, and what it held with it."""
-    async with telling_bench() as bench:
-        await _load(bench.stub, OLD)
-        calls = redis_dies_with_a_change(monkeypatch, bench, is_behind=is_behind)
-        loading = asyncio.create_task(_load(bench.stub, NEW))
-        await until(lambda: len(calls) > 1)
-        for worker in workers_of(bench):
-            await bench.publish(worker)
-        await loading
-        assert await _content(bench) == NEW
-        assert (await wishes(bench))["tales"].current.digest == NEW
+    await _load(bench.stub, OLD)
+    calls = redis_dies_with_a_change(monkeypatch, bench, is_behind=is_behind)
+    loading = asyncio.create_task(_load(bench.stub, NEW))
+    await until(lambda: len(calls) > 1)
+    for worker in workers_of(bench):
+        await bench.publish(worker)
+    await loading
+    assert await _content(bench) == NEW
+    assert (await wishes(bench))["tales"].current.digest == NEW
 
 
-async def test_what_redis_lost_is_written_back() -> None:
-    async with telling_bench() as bench:
-        await _load(bench.stub, OLD)
-        bench.redis.kill()
-        await bench.redis.start()
-        for worker in workers_of(bench):
-            worker.loaded = set()
-            await bench.publish(worker)
+async def test_what_redis_lost_is_written_back(bench: HttpBench) -> None:
+    await _load(bench.stub, OLD)
+    bench.redis.kill()
+    await bench.redis.start()
+    for worker in workers_of(bench):
+        worker.loaded = set()
+        await bench.publish(worker)
 
-        async def is_back() -> bool:
-            await bench.probe.look()
-            return "tales" in await wishes(bench)
+    async def is_back() -> bool:
+        await bench.probe.look()
+        return "tales" in await wishes(bench)
 
-        await until(is_back)
-        assert (await wishes(bench))["tales"].current.digest == OLD
-
-
-async def test_a_wished_adapter_is_listed_and_waited_for_while_workers_are_away() -> None:
-    async with telling_bench() as bench:
-        await _load(bench.stub, OLD)
-        for worker in workers_of(bench):
-            await bench.lapse(worker)
-        async with aiohttp.ClientSession(bench.url) as session:
-            async with session.get("/v1/models") as answer:
-                ids = [entry["id"] for entry in (await answer.json())["data"]]
-        assert ids == ["fake", "tales"]
-        waiting = asyncio.create_task(_served(bench.stub))
-        await until(lambda: bench.probe.num_held)
-        for worker in workers_of(bench):  # back, without it
-            worker.loaded = set()
-            await bench.publish(worker)
-        await until(lambda: all(bench.probe.has_met(worker) for worker in workers_of(bench)))
-        assert bench.probe.num_held and not waiting.done()
-        for worker in workers_of(bench):
-            await follow(bench, worker)
-        await waiting
+    await until(is_back)
+    assert (await wishes(bench))["tales"].current.digest == OLD
 
 
-async def test_a_worker_without_what_is_wished_is_told_in_the_status() -> None:
-    async with telling_bench() as bench:
-        await _load(bench.stub, OLD)
-        bench.decode.loaded = set()
-        await bench.publish(bench.decode)
-        status = await bench.status(as_heard=True)
-        (problem,) = [p for p in status.problems if "adapter" in p]
-        assert problem.startswith("worker d0 has not loaded adapter 'tales' as it is wished")
+async def test_a_wished_adapter_is_listed_and_waited_for_while_workers_are_away(
+    bench: HttpBench,
+) -> None:
+    await _load(bench.stub, OLD)
+    for worker in workers_of(bench):
+        await bench.lapse(worker)
+    async with aiohttp.ClientSession(bench.url) as session:
+        async with session.get("/v1/models") as answer:
+            ids = [entry["id"] for entry in (await answer.json())["data"]]
+    assert ids == ["fake", "tales"]
+    waiting = asyncio.create_task(_served(bench.stub))
+    await until(lambda: bench.probe.num_held)
+    for worker in workers_of(bench):  # back, without it
+        worker.loaded = set()
+        await bench.publish(worker)
+    await until(lambda: all(bench.probe.has_met(worker) for worker in workers_of(bench)))
+    assert bench.probe.num_held and not waiting.done()
+    for worker in workers_of(bench):
+        await follow(bench, worker)
+    await waiting
 
 
-async def test_who_was_unloaded_long_ago_is_forgotten() -> None:
-    async with telling_bench() as bench, following(bench):
+async def test_a_worker_without_what_is_wished_is_told_in_the_status(bench: HttpBench) -> None:
+    await _load(bench.stub, OLD)
+    bench.decode.loaded = set()
+    await bench.publish(bench.decode)
+    status = await bench.status(as_heard=True)
+    (problem,) = [p for p in status.problems if "adapter" in p]
+    assert problem.startswith("worker d0 has not loaded adapter 'tales' as it is wished")
+
+
+async def test_who_was_unloaded_long_ago_is_forgotten(bench: HttpBench) -> None:
+    async with following(bench):
         await _load(bench.stub, OLD)
         await _unload(bench.stub)
         wish = (await wishes(bench))["tales"]
@@ -349,8 +354,7 @@ async def test_who_was_unloaded_long_ago_is_forgotten() -> None:
 
 @pytest.mark.parametrize("is_forgotten", [True, False])
 async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
-    """A wish changed between its look at the registry and its tidying: it follows the one before
-    still, with requests, and would write that one back."""
+    """A wish that was changed between its look and its tidying, which it does not know."""
     async with telling_bench(times={"poll_interval_s": 3600.0}) as bench:
         await _load(bench.stub, OLD)
         before = (await wishes(bench))["tales"]

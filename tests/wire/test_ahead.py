@@ -14,34 +14,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.decode.request_spec import DecodeState
+from services.worker.store_pool import RemoteStores, StoreConnector, StoreUnusable
 
 from kvstore import errors
-from kvstore.block_lender import BlockLender
 from kvstore.client import KvStoreClient
-from kvstore.exported_blocks import LeaseUpdate
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2
 from services.decode import kv_loader as decode_ahead
-from services.decode.request_spec import DecodeState
 from services.worker import handle as handles
-from services.worker.handle_builder import HandleBuilder
 from services.worker.provenance import FINGERPRINT
-from services.worker.store_pool import RemoteStores, StoreConnector, StoreUnusable
 from tests.harness.direct_pair import (
     CHUNK,
     FOR_EVER_S,
     NUM_BLOCKS,
     PATIENT,
     PROMPT,
+    Ahead,
     ahead,
     on_devices,
 )
 from tests.harness.gated_engine import BLOCK_SIZE
-from tests.harness.handles import forge, prefetch
+from tests.harness.handles import forge
 from tests.harness.prefill_decode_pair import WAIT_S
 from tests.harness.sources import end_promises
 from tests.harness.waiting import Deadlines, Gate, task_of, until
+
+
+def failed(a: Ahead) -> Any:
+    """Early pulls that failed at decode, by reason."""
+    return a.p.decode.core.counts.early_pulls_failed
+
+
+def check_all_early(a: Ahead, answer: Any) -> None:
+    assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+    assert not failed(a)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +67,10 @@ async def test_the_last_blocks_are_here_before_their_handle(tmp_path: Path) -> N
         answer = await a.answer(reply)
         assert not gate.entered.is_set()
         gate.open()
-        leg = answer.leg
-        assert leg.num_tokens_computed == 0 and answer.recomputed == {}
-        assert leg.num_tokens_early == len(PROMPT)
-        (count,) = leg.from_store
+        check_all_early(a, answer)
+        assert answer.leg.num_tokens_computed == 0
+        (count,) = answer.leg.from_store
         assert (count.node_id, count.num_tokens) == (a.lender.node_id, len(PROMPT))
-        assert not a.p.decode.core.counts.early_pulls_failed
 
 
 async def test_the_last_blocks_come_while_their_checksums_are_computed(tmp_path: Path) -> None:
@@ -79,9 +85,8 @@ async def test_the_last_blocks_come_while_their_checksums_are_computed(tmp_path:
         (request,) = a.p.decode_role.worker._requests.values()
         gate.open()
         answer = await a.answer(await computing)
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        check_all_early(a, answer)
         assert request.state is DecodeState.FINISHED
-        assert not a.p.decode.core.counts.early_pulls_failed
 
 
 async def test_the_next_blocks_are_entered_while_they_are_computed(tmp_path: Path) -> None:
@@ -102,14 +107,13 @@ async def test_the_next_blocks_are_entered_while_they_are_computed(tmp_path: Pat
         a.lender.enter = noted  # type: ignore[method-assign]
         answer = await a.answer(await a.copied())
         assert entered == [1], "the unfilled last block"
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        check_all_early(a, answer)
 
 
 async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between workers whose caches lie on devices: the last blocks come while nobody has said their
-    checksums, and no question is behind their copy."""
+    """Between caches on devices; also while nobody has said the checksums."""
     on_devices(monkeypatch, PeerCopies(hold_s=FOR_EVER_S))
     limits = replace(PATIENT, max_hold_s=FOR_EVER_S)
     options = {"direct_transport": "cuda_ipc", "lend_mapped": True}
@@ -125,8 +129,7 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
         gate.open()
         answer = await a.answer(await computing)
         assert asked == []
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
-        assert not a.p.decode.core.counts.early_pulls_failed
+        check_all_early(a, answer)
         assert a.lender.loans.num_pins == 1
         await until(lambda: a.p.at_prefill.num_chains_behind == 0)
         await until(lambda: a.lender.loans.num_leases == 0)
@@ -138,8 +141,7 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
 async def test_a_lender_that_told_and_never_vouched_is_not_believed(
     tmp_path: Path, how: str
 ) -> None:
-    """Blocks came whose checksums nobody says: the handle is the store's, or none comes. Nothing
-    stays lent, and nobody waits."""
+    """Nobody says the checksums: the handle is the store's, or none comes; nothing stays lent."""
     async with ahead(tmp_path) as a:
         await a.asked()
         gate = Gate(a.lender, "seal")
@@ -181,7 +183,7 @@ async def test_a_lender_that_told_and_never_vouched_is_not_believed(
             a.lender.node_id: CHUNK,
             a.p.store.node.node_id: len(PROMPT) - CHUNK,
         }
-        assert a.p.decode.core.counts.early_pulls_failed == {FINGERPRINT: 1}
+        assert failed(a) == {FINGERPRINT: 1}
 
 
 async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(
@@ -212,33 +214,9 @@ async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(
         answer = await a.stream.collect(a.key)
         assert looks == [True, False], "once"
         assert [*reply.token_ids, *answer.token_ids] == a.p.expected(PROMPT, 8)
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        check_all_early(a, answer)
         stages = [stage for stage, from_s, to_s in waiting._clock.laps if from_s <= waited_s < to_s]
         assert stages == ["decode_fetch"], "it waits for its KV, and says so"
-
-
-async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To make, sign and write a handle takes a while, and the bytes take longer than its way."""
-    order: list[str] = []
-    await_lent, make = BlockLender.await_lent, HandleBuilder.whole
-
-    async def told(lender: BlockLender, *question: Any, **options: Any) -> LeaseUpdate:
-        answer = await await_lent(lender, *question, **options)
-        order.append("told")
-        return answer
-
-    def made(maker: HandleBuilder, *parts: Any) -> handles.Handle | None:
-        order.append("handle made")
-        return make(maker, *parts)
-
-    monkeypatch.setattr(BlockLender, "await_lent", told)
-    monkeypatch.setattr(HandleBuilder, "whole", made)
-    async with ahead(tmp_path) as a:
-        await a.asked()
-        await a.answer(await a.copied())
-    assert order == ["told", "handle made"]
 
 
 async def test_who_hears_of_nothing_new_for_a_while_asks_again(
@@ -249,21 +227,19 @@ async def test_who_hears_of_nothing_new_for_a_while_asks_again(
     async with ahead(tmp_path) as a:
         await until(lambda: a.num_asked >= 3 and a.num_read == CHUNK // BLOCK_SIZE)
         answer = await a.answer(await a.copied())
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
-        assert not a.p.decode.core.counts.early_pulls_failed
+        check_all_early(a, answer)
 
 
 async def test_who_knows_more_asks_anew_and_not_twice(tmp_path: Path) -> None:
     async with ahead(tmp_path, num_told=CHUNK // BLOCK_SIZE - 2) as a:
         await a.asked()
         assert a.num_asked == 1
-        await prefetch(a.stream, a.key, a.first)
+        await a.stream.prefetch(a.key, a.first)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE and a.num_asked == 2)
         await until(lambda: a.num_waiting == 1)
         answer = await a.answer(await a.copied())
         assert a.num_asked == 2
-        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
-        assert not a.p.decode.core.counts.early_pulls_failed
+        check_all_early(a, answer)
 
 
 LAST_FULL = len(PROMPT) // BLOCK_SIZE - 1
@@ -310,7 +286,7 @@ async def test_only_what_the_handle_names_just_so_counts(
         answer = await a.answer(reply)
         assert set(answer.recomputed) <= reasons and answer.recomputed
         assert answer.leg.num_tokens_early == num_early
-        assert a.p.decode.core.counts.early_pulls_failed == {why: 1}
+        assert failed(a) == {why: 1}
 
 
 async def test_without_a_handle_that_names_it_what_came_is_not_used(tmp_path: Path) -> None:
@@ -340,23 +316,19 @@ async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
 
         loans.seal = otherwise  # type: ignore[method-assign, assignment]
         reply = await a.computed()
-        failed = a.p.decode.core.counts.early_pulls_failed
         await until(lambda: a.num_read == NUM_BLOCKS)
-        assert not failed
+        assert not failed(a)
         await until(lambda: a.state == [DecodeState.RESERVED])
         answer = await a.answer(reply)
-        assert failed == {errors.CHECKSUM: 1}
+        assert failed(a) == {errors.CHECKSUM: 1}
         # Whoever reports it ends the lease: the handle may be asked about behind that.
         assert set(answer.recomputed) <= {errors.CHECKSUM, errors.LEASE_LAPSED, errors.GENERATION}
         assert answer.leg.num_tokens_early == LAST_FULL * BLOCK_SIZE
 
 
-async def test_a_lender_with_no_room_for_those_who_wait_is_as_good_without(
-    tmp_path: Path,
-) -> None:
+async def test_a_lender_with_no_room_for_those_who_wait_is_as_good_without(tmp_path: Path) -> None:
     async with ahead(tmp_path, lender_limits=replace(PATIENT, max_waiting=0)) as a:
-        failed = a.p.decode.core.counts.early_pulls_failed
-        await until(lambda: failed.total() == 1)
+        await until(lambda: failed(a).total() == 1)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)
         reply = await a.computed()
         answer = await a.answer(reply)
@@ -383,8 +355,7 @@ async def test_a_lender_that_cannot_be_reached_is_counted_once(
         is_away = False
         answer = await a.answer(await a.computed())
         assert answer.recomputed == {} and answer.leg.num_tokens_early == 0
-        failed = a.p.decode.core.counts.early_pulls_failed
-        assert failed == {errors.STORE_UNAVAILABLE: 1}
+        assert failed(a) == {errors.STORE_UNAVAILABLE: 1}
 
 
 @pytest.mark.parametrize(
@@ -417,8 +388,7 @@ async def test_a_question_that_fails_is_counted_and_its_lender_looked_at(
     async with ahead(tmp_path) as a:
         await until(lambda: has_failed and a.num_read == CHUNK // BLOCK_SIZE)
         await until(lambda: a.state == [DecodeState.RESERVED])
-        failed = a.p.decode.core.counts.early_pulls_failed
-        assert failed == ({reason: 1} if reason else {})
+        assert failed(a) == ({reason: 1} if reason else {})
         assert suspected == ([(error, decode_ahead.ANSWER_S)] if reason else [])
         answer = await a.answer(await a.computed())
         assert answer.recomputed == {}

@@ -7,6 +7,8 @@ The state machine of leadership: follower -> leader -> follower, by each way the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -59,6 +61,14 @@ class Rivals:
             on_change=lambda is_leader: self.heard.append((name, is_leader)),
         )
 
+    async def two(self) -> tuple[LeaseLeader, LeaseLeader]:
+        """The first has taken it, the second has seen that."""
+        first, second = self.add("first"), self.add("second")
+        assert first.left_s == second.left_s == 0
+        await first.try_once()
+        await second.try_once()
+        return first, second
+
     @property
     def lease(self) -> dict[str, Any]:
         key = (LEASE, NAMESPACE, self.settings.lease_name)
@@ -76,10 +86,7 @@ async def rivals() -> AsyncIterator[Rivals]:
 
 
 async def test_who_is_first_leads_and_others_wait(rivals: Rivals) -> None:
-    first, second = rivals.add("first"), rivals.add("second")
-    assert first.left_s == 0
-    await first.try_once()
-    await second.try_once()
+    first, second = await rivals.two()
     assert (first.left_s, second.left_s) == (10.0, 0.0)
     assert rivals.lease["holderIdentity"] == "first"
     assert rivals.lease["leaseDurationSeconds"] == 15
@@ -91,9 +98,7 @@ async def test_who_is_first_leads_and_others_wait(rivals: Rivals) -> None:
 
 
 async def test_a_leader_that_cannot_renew_acts_no_more_before_another_may(rivals: Rivals) -> None:
-    first, second = rivals.add("first"), rivals.add("second")
-    await first.try_once()
-    await second.try_once()
+    first, second = await rivals.two()
     rivals.api.down = "etcd is away"
     for _ in range(10):
         rivals.clock.now_s += 1
@@ -115,8 +120,6 @@ async def test_a_leader_that_cannot_renew_acts_no_more_before_another_may(rivals
 
 async def test_two_never_lead_at_once_whatever_fails(rivals: Rivals, seed: int) -> None:
     """Whoever is slow, cut off or late: at no moment may both act."""
-    import random
-
     rng = random.Random(seed)
     both = [rivals.add("first"), rivals.add("second")]
     led: set[LeaseLeader] = set()
@@ -126,10 +129,8 @@ async def test_two_never_lead_at_once_whatever_fails(rivals: Rivals, seed: int) 
         rivals.clock.now_s += rng.uniform(0, 6)
         rivals.api.down = "away" if rng.random() < 0.3 else ""
         who = rng.choice(both)
-        try:
+        with contextlib.suppress(ApiError):
             await who.try_once()
-        except ApiError:
-            pass
         leading = [leader for leader in both if leader.left_s > 0]
         assert len(leading) <= 1
         led.update(leading)
@@ -192,9 +193,7 @@ async def test_a_lease_that_is_gone_and_may_not_be_created_says_what_to_do(rival
 
 
 async def test_a_lease_that_somebody_else_took_ends_it_at_once(rivals: Rivals) -> None:
-    first, second = rivals.add("first"), rivals.add("second")
-    await first.try_once()
-    await second.try_once()
+    first, second = await rivals.two()
     rivals.clock.now_s += 20
     await second.try_once()
     assert second.left_s > 0
@@ -344,6 +343,12 @@ async def scaling(**counts: int) -> AsyncIterator[tuple[ApiServer, KubernetesSca
             await scaler.close()
 
 
+def costs_of(api: ApiServer) -> dict[str, int]:
+    """What it costs to delete each decode pod, by name."""
+    pods = [pod["metadata"] for pod in api.pods("baton-decode")]
+    return {pod["name"]: int(pod["annotations"].get(DELETION_COST, 0)) for pod in pods}
+
+
 async def shrink(scaler: KubernetesScaler, wanted: int, *first: str) -> None:
     await scaler.set(Role.DECODE, wanted, roles={}, leave_first=first, fence=lambda: None)
 
@@ -353,10 +358,7 @@ async def test_who_shall_leave_is_the_cheapest_to_delete() -> None:
         names = [pod["metadata"]["name"] for pod in api.pods("baton-decode")]
         api.set_ready(names[3], False)
         await shrink(scaler, 2, names[1], names[3], names[0], names[2])
-        costs = {
-            pod["metadata"]["name"]: int(pod["metadata"]["annotations"].get(DELETION_COST, 0))
-            for pod in api.pods("baton-decode")
-        }
+        costs = costs_of(api)
         # Who does not serve yet goes before who has least to do; the others are not touched.
         assert costs[names[3]] < costs[names[1]] < 0
         assert costs[names[0]] == costs[names[2]] == 0
@@ -379,10 +381,7 @@ async def test_a_removal_that_failed_marks_nobody_for_later() -> None:
             await shrink(scaler, 3, *names)
         scaler._api.set_scale = write  # type: ignore[method-assign]
         await shrink(scaler, 3, *reversed(names[:3]))
-        costs = {
-            pod["metadata"]["name"]: int(pod["metadata"]["annotations"].get(DELETION_COST, 0))
-            for pod in api.pods("baton-decode")
-        }
+        costs = costs_of(api)
         assert costs[names[2]] < -1000
         assert (costs[names[0]], costs[names[1]], costs[names[3]]) == (0, 0, -7)
 

@@ -89,10 +89,7 @@ async def test_each_kind_gives_what_it_says_and_what_one_engine_gives(w: Workers
             {"regex": r"(once|twice), [a-z]{2,6}\."},
             lambda text: re.fullmatch(r"(once|twice), [a-z]{2,6}\.", text),
         ),
-        (
-            {"json_schema": SCHEMA},
-            lambda text: set(json.loads(text)) == {"name", "likes_soup"},
-        ),
+        ({"json_schema": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "likes_soup"}),
         (
             {"ebnf": 'root ::= "yes" | "no, " root'},
             lambda text: re.fullmatch(r"(no, )*yes", text) or text.startswith("no, "),
@@ -169,9 +166,7 @@ ALONE: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("number", range(len(ALONE)))
 async def test_decode_alone_draws_what_one_engine_draws(w: Workers, number: int) -> None:
-    """The first token of each sample is decode's, too: drawn, masked and told as by one engine,
-    also when a part of the prompt is there. Nothing of it was to be had elsewhere, so nothing is
-    told as missing."""
+    """The first tokens, too; nothing was to be had elsewhere, so nothing is told as missing."""
     asked = {"max_tokens": NUM_TOKENS, **ALONE[number]}
     expected = await w.alone(**asked)
     assert all(sample.token_ids for sample in expected)

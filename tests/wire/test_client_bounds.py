@@ -1,6 +1,5 @@
 """What strangers can hold of a router: nothing before they are known, a bounded part of its memory,
-its connections and its workers after that.
-"""
+its connections and its workers after that."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.cli import main
 from process.errors import NoCapacity
-from protos import inference_pb2_grpc
+from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.access import add_key
 from tests.harness.router_bench import (
     BOUND_S,
@@ -28,8 +28,11 @@ from tests.harness.router_bench import (
     ReaderClock,
     abort_after,
     channel,
+    code_of,
     error_from_rpc,
+    failure,
     http_bench,
+    ids_of,
     raw,
     request,
     rest_of,
@@ -159,7 +162,7 @@ async def test_what_was_read_counts_with_what_it_has_until_its_end() -> None:
     async with running(limits=SMALL) as bench:
         bench.prefill.gate.close()
         asked = request(text="hello", sampling={"max_tokens": 1})
-        calls = [bench.stub.Generate(asked, timeout=BOUND_S) for _ in range(20)]
+        calls = [bench.call(asked) for _ in range(20)]
         await until(lambda: bench.probe.num_requests == 20)
         assert bench.probe.intake.num_bytes == 20 * asked.ByteSize()
         bench.router.check_integrity()
@@ -173,15 +176,14 @@ async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_call_that_ends_without_a_message_is_told_so() -> None:
-    async with running() as bench:
+async def test_a_call_that_ends_without_a_message_is_told_so(bench: Bench) -> None:
 
-        async def nothing() -> AsyncIterator[bytes]:
-            return
-            yield b""
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield b""
 
-        error = await refusal(bench.channel.stream_stream(GENERATE)(nothing()))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = await refusal(bench.channel.stream_stream(GENERATE)(nothing()))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_nor_is_a_body() -> None:
@@ -219,9 +221,10 @@ async def test_nor_one_of_grpc() -> None:
         async with channel(bench.router.address) as second:
             await second.unary_unary(check)(b"")
             async with channel(bench.router.address) as third:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await third.unary_unary(check)(b"", timeout=BOUND_S)
-                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert (
+                    await code_of(third.unary_unary(check)(b"", timeout=BOUND_S))
+                    is grpc.StatusCode.UNAVAILABLE
+                )
                 await second.close()
                 await third.unary_unary(check)(b"", timeout=BOUND_S, wait_for_ready=True)
 
@@ -236,7 +239,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed() -> None:
             while await reader.read(1000):
                 pass
         # A channel meets the router again by itself.
-        assert await bench.generate(request(sampling={"max_tokens": 1}))
+        assert await bench.generate(sampling={"max_tokens": 1})
 
 
 # -- answers that nobody takes
@@ -259,9 +262,7 @@ async def test_who_takes_nothing_loses_its_request(
             bench.router.check_integrity(is_idle=True)
             assert bench.decode.num_cancelled == 1
             bench.decode.token_gate.open()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await rest_of(call)
-            assert caught.value.code() is grpc.StatusCode.CANCELLED
+            assert await code_of(rest_of(call)) is grpc.StatusCode.CANCELLED
     (line,) = [record for record in caplog.records if record.msg == "reader_stalled"]
     assert line.fields["request_id"] == "idle"  # type: ignore[attr-defined]
 
@@ -285,7 +286,7 @@ async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
             assert not bench.probe.num_stalled
             bench.decode.pause_at = None
             bench.decode.token_gate.open()
-            num_tokens += sum(len(message.token_ids) for message in await rest_of(call))
+            num_tokens += len(ids_of(await rest_of(call)))
             assert num_tokens == 300
 
 
@@ -318,3 +319,80 @@ async def test_nor_over_http(caplog: pytest.LogCaptureFixture) -> None:
         async with deaf(bench, asked * 5):
             await until(lambda: bench.probe.connections.num_stalled == 2)
     assert [record for record in caplog.records if record.msg == "http_reader_stalled"]
+
+
+# ---- what a tenant may use, and what is said of requests that are refused
+
+
+ONE_TOKEN = {"max_tokens": 1}
+
+
+async def test_a_tenant_has_no_more_active_requests_than_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    keys = {}
+    for tenant in ("acme", "quiet"):
+        assert main(["api-key", "add", "--file", str(path), "--tenant", tenant, "--admin"]) == 0
+        keys[tenant] = (("authorization", f"Bearer {capsys.readouterr().out.strip()}"),)
+    with path.open("a") as file:
+        file.write("\n[tenants.acme]\nmax_active_requests = 2\n")
+    async with running(api_keys_file=str(path)) as bench:
+
+        def ask(tenant: str, request_id: str) -> Any:
+            message = request(request_id=request_id, sampling=ONE_TOKEN)
+            return bench.call(message, metadata=keys[tenant])
+
+        async def is_known(request_id: str) -> bool:
+            asked = inference_pb2.GetClusterStatusRequest(num_requests=8)
+            status = await bench.stub.GetClusterStatus(
+                asked, timeout=BOUND_S, metadata=keys["quiet"]
+            )
+            return request_id in {info.request_id for info in status.requests}
+
+        bench.prefill.gate.close()
+        calls = [ask("acme", "first"), ask("acme", "second")]
+        await until(lambda: len(bench.prefill.requests) == 2)
+        calls.append(ask("acme", "third"))
+        await until(lambda: is_known("third"))
+        calls.append(ask("quiet", "fourth"))
+        await until(lambda: len(bench.prefill.requests) == 3)
+        assert [one.tenant for one in bench.prefill.requests] == ["acme", "acme", "quiet"]
+        bench.prefill.gate.open()
+        for call in calls:
+            assert await rest_of(call)
+        assert [one.tenant for one in bench.prefill.requests] == [
+            *("acme", "acme", "quiet"),
+            "acme",
+        ]
+
+
+async def test_what_is_refused_is_not_counted_as_served() -> None:
+    async with running(admission={"max_requests_per_min": 2}) as bench:
+        refused = [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED]
+        unknown_token = request(sampling={"stop_token_ids": [999_999]})
+        assert await bench.generate(sampling=ONE_TOKEN)
+        for message, code in zip((unknown_token, request()), refused, strict=True):
+            assert await bench.code_of(message) is code
+        status = await bench.status(num_requests=8)
+        assert status.num_requests_finished == 1
+        ends = [(info.outcome, info.code) for info in status.requests]
+        assert ends == [
+            ("failed", "resource_exhausted"),
+            ("refused", "invalid_argument"),
+            ("finished", ""),
+        ]
+
+
+async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
+    async with running(admission={"max_requests_per_min": 3}) as bench:
+        for _ in range(3):
+            assert await bench.generate(sampling={"max_tokens": 1})
+        call = bench.call()
+        _, error = await failure(call)
+        assert isinstance(error, NoCapacity) and 10 < (error.retry_after_s or 0) <= 20
+        assert "3 requests a minute" in str(error)
+        bench.redis.kill()
+        assert await bench.generate(sampling={"max_tokens": 1})
+        status = await bench.status()
+        assert any("rate limits are kept by each router alone" in said for said in status.problems)

@@ -18,12 +18,10 @@ from tests.harness.direct_pair import lender_of, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import (
-    LEASE_TTL_S,
     WAIT_S,
     Answer,
     Pair,
-    PrefillCall,
-    handover,
+    handover_of,
     pair,
     patient,
     whole,
@@ -128,7 +126,6 @@ async def test_every_sample_goes_on_from_one_lent_prompt(p: Pair) -> None:
     leg = samples[0].leg
     assert leg is not None and leg.num_tokens_computed == 0
     assert [count.node_id for count in leg.from_store] == [lender(p)]
-    await p.check()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 9, 60])
@@ -138,7 +135,6 @@ async def test_prompts_of_any_length(p: Pair, num_tokens: int) -> None:
     assert answer.recomputed == {}
     assert answer.prefill is not None and answer.prefill.leg.handover == DIRECT
     await generate(p, prompt, name="again")
-    await p.check()
 
 
 async def test_requests_that_share_a_prefix_lend_it_once(p: Pair) -> None:
@@ -155,33 +151,27 @@ async def test_requests_that_share_a_prefix_lend_it_once(p: Pair) -> None:
     answer = await p.decode_from(second, other, name="b")
     assert answer.token_ids == p.expected(other, 8)
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
-    """Prefill's own partial handles, as the router forwards them; it stands still after two steps
-    until what they name is there. Nothing waits for the store: its puts are held."""
+    """By partial handles; prefill stands still until what they name is there. No put ends."""
     limits = patient(transfer_budget_s=WAIT_S, put_budget_s=WAIT_S)
     async with pair(tmp_path, limits=limits) as p:
         prompt = p.new_prompt(60)
         gate = p.at_prefill.home.hold("put")
         p.prefill_model.hold_at(3)
         async with p.reserved(prompt) as (stream, key):
-            ask = p.prefill_request(prompt, handover=DIRECT)
-            call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
-            rest = []
-            async for message in call:
-                if not message.handle.is_partial:
-                    rest.append(message)
-                    continue
-                await stream.prefetch(key, message.handle)
+
+            async def go_on(told: common_pb2.KvHandle) -> None:
                 # It may be there before: decode asks the lender for what comes, too.
-                num_named = message.handle.num_tokens // BLOCK_SIZE
-                await until(lambda n=num_named: p.at_decode.num_blocks_read(key) >= n)
+                num_named = told.num_tokens // BLOCK_SIZE
+                await until(lambda: p.at_decode.num_blocks_read(key) >= num_named)
                 await until(lambda: p.at_decode.states() == ["reserved"])
                 p.prefill_model.allow(2)
-            *firsts, account = rest
-            await stream.generate_from(key, handover(account, firsts))
+
+            call = p.call(prompt, handover=DIRECT)
+            firsts, account = await stream.forward(key, call, go_on)
+            await stream.generate_from(key, handover_of(account, firsts))
             answer = await stream.collect(key)
         tokens = [token for first in firsts for token in first.token_ids]
         assert [*tokens, *answer.token_ids] == p.expected(prompt, 8)
@@ -200,8 +190,7 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(p: Pair) -> N
     gate = p.at_prefill.hold_sealing()
     p.prefill_model.hold_at(2)  # the first step is what is lent early
     async with p.reserved(prompt) as (stream, key):
-        ask = p.prefill_request(prompt, handover=DIRECT)
-        call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
+        call = p.call(prompt, handover=DIRECT)
         await until(p.prefill_model.is_held.is_set)
         await gate.wait_entered()
         p.prefill_model.release()
@@ -216,7 +205,6 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(p: Pair) -> N
         answer = await stream.answer(key, reply)
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 # ---- and where it cannot be
@@ -255,7 +243,6 @@ async def test_a_worker_that_is_not_asked_to_lend_does_not(p: Pair, asked: int) 
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.prefill is not None and answer.prefill.leg.handover == STORE
     assert lender(p) and p.at_prefill.num_bytes_lent == before
-    await p.check()
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -267,7 +254,6 @@ async def test_trouble_with_lending_falls_to_the_store_and_is_told(
     p.at_prefill.mend_sealing()
     assert answer.leg.num_tokens_computed == 0
     assert answer.prefill is not None and answer.prefill.leg.handover == STORE
-    await p.check()
 
 
 async def test_bytes_that_changed_are_computed_again(p: Pair) -> None:
@@ -280,15 +266,13 @@ async def test_bytes_that_changed_are_computed_again(p: Pair) -> None:
         p.at_prefill.flip_bit(frame)
     assert answer.token_ids == p.expected(prompt, 8)
     assert set(answer.recomputed) == {"checksum"}
-    await p.check()
 
 
 # ---- the store has it in the end, and costs the handover nothing
 
 
 async def test_the_store_has_the_prompt_behind(p: Pair) -> None:
-    """The handle goes out while the put is held, and the blocks that it reads stay although decode
-    has read them and given the lease back; then the put ends and the store has them."""
+    """Its blocks stay until the put has read them, although decode has given the lease back."""
     prompt, before = p.new_prompt(NUM_TOKENS), p.at_prefill.not_stored_behind
     gate = p.at_prefill.home.hold("put")
     answer = await generate(p, prompt)
@@ -355,8 +339,7 @@ async def test_a_store_that_is_away_costs_the_handover_nothing(tmp_path: Path) -
 async def test_many_at_once_with_little_room_and_some_that_leave(
     tmp_path: Path, transport: str, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """Prompts that share prefixes, more of them than fit, and a third is cancelled or never taken
-    up: every answer is exact, and every block comes back."""
+    """They share prefixes, and a third is cancelled or never taken up."""
     draw = random.Random(seed)
     options: dict[str, Any] = {"prefill_blocks": 64, "remote_transport": transport}
     async with pair(tmp_path, limits=patient(lease_ttl_s=1.0), **options) as p:
@@ -367,8 +350,7 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
             if fate > 0.7:
                 await generate(p, prompt, name=name)
                 return
-            ask = p.prefill_request(prompt, name=name, handover=DIRECT)
-            call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
+            call = p.call(prompt, name=name, handover=DIRECT)
             if fate > 0.5:
                 await whole(call)  # the lease lapses
                 return
@@ -389,13 +371,12 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
 async def test_a_handle_that_never_reached_the_router_is_taken_back_and_its_prompt_is_stored(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream breaks while the account waits to be written: what is put behind it stays
-    in place until that is over, and the store loses no block of it."""
+    """The stream breaks while the account waits to be written."""
     prompt, before = p.new_prompt(NUM_TOKENS), p.at_prefill.not_stored_behind
     writes, gate = HeldWrites(monkeypatch, until=is_account), p.at_prefill.home.hold("put")
     ask = p.prefill_request(prompt, handover=DIRECT)
     # The lease would live longer than any wait here.
-    call = PrefillCall(p.prefill_stub, ask, timeout_s=6 * WAIT_S)
+    call = p.call(ask, timeout_s=6 * WAIT_S)
     await writes.wait_held()
     assert p.at_prefill.num_loans == 1 and p.at_prefill.num_lent_blocks == FULL + 1
     call.vanish()
@@ -408,8 +389,7 @@ async def test_a_handle_that_never_reached_the_router_is_taken_back_and_its_prom
 
 @pytest.mark.parametrize("how", ["never taken", "given up by decode"])
 async def test_a_dead_decode_workers_blocks_come_back(tmp_path: Path, how: str) -> None:
-    """Nothing releases the lease: it lapses. A request that was cancelled with the handle in hand
-    does."""
+    """Its lease lapses; one that is cancelled gives it back."""
     limits = patient(lease_ttl_s=0.5 if how == "never taken" else 300.0)
     async with pair(tmp_path, limits=limits) as p:
         prompt = p.new_prompt(NUM_TOKENS)
@@ -419,8 +399,7 @@ async def test_a_dead_decode_workers_blocks_come_back(tmp_path: Path, how: str) 
             async with p.reserved(prompt) as (stream, key):
                 p.decode_model.hold()
                 await stream.generate(key, reply)
-                await stream.cancel(key)
-                await stream.collect(key)
+                await stream.end(key)
                 p.decode_model.release()
         await p.check()
         assert (await generate(p, p.new_prompt(35), name="after")).leg.num_tokens_computed == 0
@@ -442,8 +421,7 @@ async def test_a_prefill_worker_that_stops_has_all_blocks_back(tmp_path: Path) -
 
 
 async def test_a_prefill_worker_that_is_gone_costs_recomputation_only(tmp_path: Path) -> None:
-    """Between the handle and its use; and then a new life under the same name and address is met,
-    which an old handle never reads from."""
+    """A new life of it is met, which an old handle never reads from."""
     async with pair(tmp_path) as p:
         prompt = p.new_prompt(NUM_TOKENS)
 

@@ -22,9 +22,8 @@ from tests.harness.prefill_decode_pair import (
     WAIT_S,
     Pair,
     PrefillCall,
-    handover,
+    handover_of,
     pair,
-    spoken,
 )
 from tests.harness.prefill_nodes import Node, Nodes, Reader, nodes, stepped_model
 from tests.harness.waiting import Deadlines, until
@@ -68,9 +67,7 @@ def _call(n: Nodes, prompt: tuple[int, ...]) -> PrefillCall:
 
 
 async def test_what_is_stored_is_told_while_prefill_runs(n: Nodes, node: Node) -> None:
-    """After each step one partial handle: it can be fetched at once, says more than the one before,
-    and is a prefix of the last. None comes after the first token.
-    """
+    """After each step one handle more, a prefix of the last; none after the first token."""
     prompt = n.new_prompt(NUM_TOKENS)
     async with Reader(node) as reader:
         call = _call(n, prompt)
@@ -96,8 +93,7 @@ async def test_what_is_stored_is_told_while_prefill_runs(n: Nodes, node: Node) -
         assert len({handle.nonce for handle in (*partials, whole)}) == 6
         assert await call.read() is grpc.aio.EOF
         assert (await node.store_status()).num_leases == 1  # the whole handle's
-        await n.release(whole)
-    await n.check()
+        await n.check(whole)
 
 
 async def test_what_the_store_had_is_told_before_the_first_step(n: Nodes, node: Node) -> None:
@@ -108,9 +104,8 @@ async def test_what_the_store_had_is_told_before_the_first_step(n: Nodes, node: 
     message = await call.read()
     assert len(_refs_of(message.handle)) == 12
     node.model.release()
-    _, account = await spoken(call)
-    await n.release(account.handle)
-    await n.check()
+    _, account = await call.answer()
+    await n.check(account.handle)
 
 
 async def test_a_request_that_wants_no_handle_is_told_of_none(n: Nodes, node: Node) -> None:
@@ -147,7 +142,7 @@ async def test_the_store_dies_after_a_partial_handle_and_the_answer_still_comes(
     await node.kill_store()
     await until(lambda: home.is_broken)
     node.model.release()
-    first, account = await spoken(call)
+    first, account = await call.answer()
     assert list(first.token_ids) == n.model.generate(prompt, 1)
     assert {count.reason for count in account.leg.not_stored} == {"store_unavailable"}
     await n.check()
@@ -194,13 +189,11 @@ async def test_of_partial_handles_that_wait_only_the_newest_is_kept(
     # Of five steps: the first one's, the newest that waited, and the last one's where that was
     # made behind the opening.
     assert told[0] == 4 * BLOCK_SIZE and told == sorted(told) and 2 <= len(told) <= 3
-    await n.release(messages[-1].handle)
-    await n.check()
+    await n.check(messages[-1].handle)
 
 
 async def test_handles_over_two_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix that is not copied home is told of where it lies, before the first step. A final
-    handle that never reaches the router is taken back at every store that it names."""
+    """Before the first step; and a final one that nobody got is taken back at each store."""
     async with nodes(tmp_path, replicate_after_hits=100, make_model=stepped_model) as n:
         n[1].model.release()
         prompt = n.new_prompt(NUM_TOKENS)
@@ -265,40 +258,32 @@ async def test_the_final_handle_loads_only_the_rest(p: Pair, loads: list[list[by
     assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
     assert p.at_decode.count("baton_kv_early_tokens") == before + 20
     assert p.at_decode.count("baton_kv_early_pulls_failed") == failed
-    await p.check()
 
 
 async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(
     p: Pair, loads: list[list[bytes]]
 ) -> None:
-    """Prefill's own partial handles, as the router forwards them; it stands still after two steps
-    until they are there."""
+    """It stands still after two steps until what its partial handles name is there."""
     prompt = p.new_prompt(60)
     async with p.reserved(prompt) as (stream, key):
         p.prefill_model.hold_at(3)
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=LEASE_TTL_S)
-        rest = []
-        is_first = True
-        async for message in call:
-            if not message.handle.is_partial:
-                rest.append(message)
-                continue
-            await stream.prefetch(key, message.handle)
-            if is_first:  # of one step's blocks, or of both's
-                num_blocks = message.handle.num_tokens // 4
-                await until(lambda n=num_blocks: sum(map(len, loads)) == n)
+
+        async def go_on(told: common_pb2.KvHandle) -> None:
+            seen.append(told)
+            if len(seen) == 1:  # of one step's blocks, or of both's
+                await until(lambda: sum(map(len, loads)) == told.num_tokens // 4)
                 await _pulled(p, len(loads), loads)
                 p.prefill_model.release()
-            is_first = False
-        *firsts, account = rest
-        await stream.generate_from(key, handover(account, firsts))
+
+        seen: list[common_pb2.KvHandle] = []
+        firsts, account = await stream.forward(key, p.call(prompt), go_on)
+        await stream.generate_from(key, handover_of(account, firsts))
         answer = await stream.collect(key)
     tokens = [token for first in firsts for token in first.token_ids]
     assert [*tokens, *answer.token_ids] == p.expected(prompt, 8)
     assert answer.leg.num_tokens_early >= 16
     assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
     assert sum(count.num_tokens for count in answer.leg.from_store) == 60
-    await p.check()
 
 
 async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]]) -> None:
@@ -312,7 +297,6 @@ async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]])
     assert answer.token_ids == p.expected(prompt, 8)
     assert len(loads) == 1
     assert answer.leg.num_tokens_early == 28 and answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
 async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
@@ -330,7 +314,6 @@ async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.leg.num_tokens_early == 27 and answer.leg.num_tokens_computed == 1
     p.at_prefill.release_later(reply.handle)
-    await p.check()
 
 
 async def test_without_a_final_handle_what_came_early_is_used(
@@ -351,7 +334,6 @@ async def test_without_a_final_handle_what_came_early_is_used(
     assert answer.recomputed == {"missing": 3}
     await p.check_store(leases=1)  # not decode's to give back
     p.at_prefill.release_later(final)
-    await p.check()
 
 
 async def test_a_partial_handle_as_the_last_word_hands_over_no_lease(p: Pair) -> None:
@@ -365,7 +347,6 @@ async def test_a_partial_handle_as_the_last_word_hands_over_no_lease(p: Pair) ->
     assert answer.leg.num_tokens_computed == 10 and answer.leg.num_tokens_early == 0
     await p.check_store(leases=1)
     p.at_prefill.release_later(final)
-    await p.check()
 
 
 async def test_an_early_pull_that_fails_is_tried_again_by_the_final_handle(p: Pair) -> None:
@@ -381,12 +362,9 @@ async def test_an_early_pull_that_fails_is_tried_again_by_the_final_handle(p: Pa
     assert answer.token_ids == p.expected(prompt, 8)
     assert answer.recomputed == {} and answer.leg.num_tokens_early == 0
     assert answer.leg.num_tokens_computed == 0
-    await p.check()
 
 
-async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_place(
-    p: Pair,
-) -> None:
+async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_place(p: Pair) -> None:
     prompt = p.new_prompt(30)
     before = p.at_decode.counts("baton_kv_early_pulls_failed")
     reply = await p.run_prefill(prompt)
@@ -400,7 +378,6 @@ async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_plac
     assert sum(answer.recomputed.values()) == 5
     assert set(answer.recomputed) <= {"checksum", "generation"}
     assert answer.leg.num_tokens_early == 12 and answer.leg.num_tokens_computed == 18
-    await p.check()
 
 
 async def test_a_timed_out_early_pull_leaves_its_blocks_to_the_late_write(p: Pair) -> None:
@@ -426,7 +403,6 @@ async def test_a_timed_out_early_pull_leaves_its_blocks_to_the_late_write(p: Pai
     await p.at_decode.quarantined(5)
     late.settle()
     await p.at_decode.quarantined(0)
-    await p.check()
 
 
 async def test_without_other_blocks_the_final_load_ends_before_the_first_that_is_lost(
@@ -449,8 +425,7 @@ async def test_without_other_blocks_the_final_load_ends_before_the_first_that_is
         failed = (await stream.collect(key)).failed
         assert failed is not None  # no block can stand in for those that are lost
         assert failed.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-        await stream.cancel(rest)
-        await stream.collect(rest)
+        await stream.end(rest)
         late.settle()
         await p.at_decode.quarantined(0)
         await p.check()
@@ -476,7 +451,6 @@ async def test_the_final_handle_waits_for_an_early_pull_that_is_under_way(
     assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, 8)
     assert [len(load) for load in loads] == [5, 3]
     assert answer.leg.num_tokens_early == 20
-    await p.check()
 
 
 def _unsigned(p: Pair, early: common_pb2.KvHandle) -> None:
@@ -513,7 +487,6 @@ async def test_a_partial_handle_is_checked_like_any(
     assert answer.token_ids == p.expected(prompt, 8)
     assert len(loads) == 1 and answer.recomputed == {}
     assert answer.leg.num_tokens_early == 0
-    await p.check()
 
 
 async def test_a_final_handle_is_refused_as_an_early_one(p: Pair) -> None:
@@ -527,4 +500,3 @@ async def test_a_final_handle_is_refused_as_an_early_one(p: Pair) -> None:
         assert failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert failed.message.startswith("prefetch.handle")
         assert (await stream.answer(key, reply)).finished is not None
-    await p.check()

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import urllib.request
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from services.worker.kv_swap import StoreParking
+from services.worker.runtime import Identity
 
 from kvstore import block_hash, store_process
 from kvstore.config import KvStoreSettings
@@ -30,30 +31,18 @@ from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
 from services.worker.draft_channel import DraftPeers
-from services.worker.kv_swap import StoreParking
 from services.worker.metrics import WorkerCollector
-from services.worker.runtime import Identity
 from tests.harness import autoscaler_bench, draft_workers, exposition
-from tests.harness.exposition import Family
+from tests.harness.exposition import WHO, Family, scrape, values
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import pair
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import http_bench, running
-from tests.harness.router_bench import request as router_request
 from tests.harness.waiting import until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 _ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")
-
-
-async def _scrape(address: str) -> dict[str, Family]:
-    def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
-            assert "text/plain" in reply.headers["Content-Type"]
-            return str(reply.read().decode())
-
-    return exposition.read(await asyncio.to_thread(get))
 
 
 @asynccontextmanager
@@ -73,23 +62,23 @@ def _documented() -> dict[str, tuple[str, set[str]]]:
     return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 
 
-def _check_documented(families: Iterable[Family]) -> None:
+def _documented_names(*of_processes: dict[str, Family]) -> set[str]:
+    """Of families, which are all as the page says."""
     documented = _documented()
-    for family in families:
+    for family in (family for families in of_processes for family in families.values()):
         assert family.name in documented, f"docs/metrics.md lacks {family.name}"
         kind, labels = documented[family.name]
         assert kind == family.type, family.name
         if family.samples:
-            who = {"worker_id", "role"} if "worker_id" in family.labels else {"router_id"}
-            who = {"node_id"} if "node_id" in family.labels else who
-            who = {"autoscaler_id"} if "autoscaler_id" in family.labels else who
+            who = next((who for who in WHO if who <= family.labels), set())
             assert family.labels - who == labels, family.name
+    return {name for families in of_processes for name in families}
 
 
-async def test_workers_and_store(tmp_path: Path) -> None:
+async def _of_workers_and_store(folder: Path) -> set[str]:
     """After one prompt twice, by both ways: every number of theirs is well formed, and only ever
     grows where it says so."""
-    async with pair(tmp_path) as p:
+    async with pair(folder) as p:
         loop = asyncio.get_running_loop()
         store = store_process.StoreMetrics(p.store.node, None)
         async with (
@@ -98,26 +87,29 @@ async def test_workers_and_store(tmp_path: Path) -> None:
             _served(LoopCollector(loop, store.read, store.silent)) as kvstore,
         ):
             addresses = (prefill, decode, kvstore)
-            before = [await _scrape(address) for address in addresses]
+            before = [await scrape(address) for address in addresses]
             prompt = prompt_of(4 * BLOCK_SIZE + 1)
             answers = [
                 await p.generate(prompt, name=f"r{index}", max_tokens=5) for index in range(2)
             ]
             await p.check()  # leases are given back behind the answers
-            after = [await _scrape(address) for address in addresses]
-    for early, late in zip(before, after, strict=True):
-        exposition.check_grown(early, late)
-        _check_documented(late.values())
+            after = [await scrape(address) for address in addresses]
+        settings = KvStoreSettings(slab_dir=str(folder), metrics_listen="127.0.0.1:0")
+        async with store_process.running(settings) as other:
+            early = await scrape(other.metrics_address)
+            assert "baton_store_frames" not in early  # no memory yet, and no number for it
+    for one, other_one in zip(before, after, strict=True):
+        exposition.check_grown(one, other_one)
     read = [_read_bytes(families) for families in after[:2]]
-    found = _values(after[2])
+    found, idle = values(after[2]), values(before[2])
     assert read[1] == sum(answer.leg.num_bytes_read for answer in answers) > 0
     assert sum(read) == found["baton_store_bytes_total,read"]
-    idle = _values(before[2])
     assert idle["baton_store_bytes_total,read"] == idle["baton_store_bytes_total,written"] == 0
     assert found["baton_store_blocks_found_total"] <= found["baton_store_blocks_asked_total"]
     assert found["baton_store_frames,quarantined"] == found["baton_store_leases"] == 0
     assert found["baton_store_integrity_broken"] == 0
     assert found["baton_up"] == 1
+    return _documented_names(*after)
 
 
 def _read_bytes(families: dict[str, Family]) -> float:
@@ -129,61 +121,39 @@ def _read_bytes(families: dict[str, Family]) -> float:
     )
 
 
-def _values(families: dict[str, Family]) -> dict[str, float]:
-    """By name and what else the sample is labelled with."""
-    return {
-        ",".join([sample.name, *(v for k, v in sample.labels.items() if k != "node_id")]): (
-            sample.value
-        )
-        for family in families.values()
-        for sample in family.samples
-    }
-
-
-async def test_an_autoscaler() -> None:
+async def _of_an_autoscaler() -> set[str]:
     async with autoscaler_bench.running() as cluster:
-        before = await _scrape(cluster.autoscaler.metrics_address)
+        before = await scrape(cluster.autoscaler.metrics_address)
         await cluster.decide()
-        after = await _scrape(cluster.autoscaler.metrics_address)
-        name = cluster.autoscaler.autoscaler_id
+        after = await scrape(cluster.autoscaler.metrics_address)
     exposition.check_grown(before, after)
-    _check_documented(after.values())
-    found = {
-        ",".join([s.name, *(v for k, v in s.labels.items() if k != "autoscaler_id")]): s.value
-        for family in after.values()
-        for s in family.samples
-        if s.labels.get("autoscaler_id", name) == name
-    }
+    found = values(after)
     assert found["baton_autoscaler_leader"] == found["baton_up"] == 1
+    assert any(key.startswith("baton_autoscaler_decisions_total") for key in found)
     for role in ("prefill", "decode"):
         for what in ("wanted", "asked", "ready"):
             assert found[f"baton_autoscaler_{what}_workers,{role}"] == 1
     # Of an entry whose beat counts still.
     assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < BEAT_TTL_MS / 1000
+    return _documented_names(after)
 
 
-async def test_a_router() -> None:
+async def _of_a_router() -> set[str]:
     async with running(metrics_listen="127.0.0.1:0") as bench:
-        before = await _scrape(bench.router.metrics_address)
-        await bench.generate(router_request(sampling={"max_tokens": 5, "n": 2}))
-        after = await _scrape(bench.router.metrics_address)
+        before = await scrape(bench.router.metrics_address)
+        await bench.generate(sampling={"max_tokens": 5, "n": 2})
+        after = await scrape(bench.router.metrics_address)
     exposition.check_grown(before, after)
-    _check_documented(after.values())
-    found = {
-        ",".join([s.name, *(v for k, v in s.labels.items() if k != "router_id")]): s.value
-        for family in after.values()
-        for s in family.samples
-    }
+    found = values(after)
     assert found["baton_router_workers,prefill"] == found["baton_router_workers,decode"] == 1
     assert found["baton_router_redis_reachable"] == 1
-    num_tokens = sum(
-        value for key, value in found.items() if key.startswith("baton_router_prompt_tokens_total")
-    )
-    assert num_tokens > 0
+    num_tokens = [found[key] for key in found if key.startswith("baton_router_prompt_tokens_total")]
+    assert sum(num_tokens) > 0
     assert found["baton_router_time_to_first_token_seconds_count"] == 1
     assert found["baton_router_time_per_output_token_seconds_count"] == 2
     # Five tokens of each sample came in at least two messages: prefill's, then decode's.
     assert found["baton_router_inter_token_latency_seconds_count"] >= 2
+    return _documented_names(after)
 
 
 async def test_answers_over_http_are_counted_by_path_and_status() -> None:
@@ -197,7 +167,7 @@ async def test_answers_over_http_are_counted_by_path_and_status() -> None:
         said = {"Content-Type": "application/json"}
         url = f"{bench.url}/v1/completions"
         await (await session.post(url, data=b"{", headers=said)).read()
-        families = await _scrape(bench.router.metrics_address)
+        families = await scrape(bench.router.metrics_address)
     found = {
         (sample.labels["path"], sample.labels["code"]): sample.value
         for sample in families["baton_router_http_answers_total"].samples
@@ -208,12 +178,11 @@ async def test_answers_over_http_are_counted_by_path_and_status() -> None:
         ("(none)", "404"): 2,
         ("/v1/completions", "400"): 1,
     }
-    _check_documented(families.values())
+    _documented_names(families)
 
 
 async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
-    """Redis goes away: what it does not know yet is counted, and how long already; it comes back,
-    and all is told."""
+    """Redis goes away: what it does not know, and how long already; it comes back and is told."""
     redis = RedisServer()
     await redis.start()
     try:
@@ -229,24 +198,24 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             publisher = store.publisher
             assert publisher is not None
             await until(lambda: publisher.synced)
-            calm = _values(await _scrape(store.metrics_address))
+            calm = values(await scrape(store.metrics_address))
             assert calm["baton_index_synced"] == 1 and calm["baton_index_lag_seconds"] == 0
             assert calm["baton_index_full_publications_total"] == 1
             redis.kill()
             num_failures = publisher.num_failures  # on a slow machine Redis may have been late
             store.node._changes.append(True, block_hash.chain(bytes(16), (1,) * 16, 16)[0])
             await until(lambda: publisher.num_failures > num_failures)
-            behind = _values(await _scrape(store.metrics_address))
+            behind = values(await scrape(store.metrics_address))
             assert behind["baton_index_synced"] == 0
             assert behind["baton_index_pending_changes"] == 1
             assert behind["baton_index_lag_seconds"] > 0
             await redis.start()
             await until(lambda: publisher.synced)
-            last = await _scrape(store.metrics_address)
-            again = _values(last)
+            last = await scrape(store.metrics_address)
+            again = values(last)
             assert again["baton_index_lag_seconds"] == again["baton_index_pending_changes"] == 0
             assert again["baton_index_failures_total"] > 0
-            _check_documented(last.values())
+            _documented_names(last)
     finally:
         redis.remove()
 
@@ -282,8 +251,7 @@ def _of_all() -> set[str]:
     text = generate_latest(registry).decode()
     assert "detail" not in text and 'term="queue"' in text and 'term="turns"' not in text
     families = exposition.read(text)
-    _check_documented(families.values())
-    return set(families)
+    return _documented_names(families)
 
 
 def _of_drafts() -> list[Metric]:
@@ -297,25 +265,9 @@ def _of_drafts() -> list[Metric]:
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(tmp_path: Path) -> None:
-    names = _of_all()
-    async with pair(tmp_path) as p:
-        loop = asyncio.get_running_loop()
-        for worker in (p.prefill, p.decode):
-            async with _served(WorkerCollector(worker.core, loop)) as address:
-                names |= set(await _scrape(address))
-        settings = KvStoreSettings(slab_dir=str(tmp_path), metrics_listen="127.0.0.1:0")
-        store = store_process.StoreMetrics(p.store.node, None)
-        async with _served(LoopCollector(loop, store.read, store.silent)) as address:
-            names |= set(await _scrape(address))
-        async with store_process.running(settings) as other:
-            early = await _scrape(other.metrics_address)
-            assert "baton_store_frames" not in early  # no memory yet, and no number for it
+    names = await _of_workers_and_store(tmp_path) | await _of_a_router()
+    names |= await _of_an_autoscaler() | _of_all()
     index = {name for name in _documented() if name.startswith("baton_index_")}
-    async with running(metrics_listen="127.0.0.1:0") as bench:
-        names |= set(await _scrape(bench.router.metrics_address))
-    async with autoscaler_bench.running() as cluster:
-        await cluster.decide()
-        names |= set(await _scrape(cluster.autoscaler.metrics_address))
     assert set(_documented()) - index == names
 
 
@@ -349,24 +301,22 @@ def test_no_account_is_no_source() -> None:
 
 
 async def test_a_block_that_fails_verification_is_counted_by_reason(tmp_path: Path) -> None:
-    """One frame in which a bit fell over: the transfer says so, and so does the store that looked
-    for itself."""
+    """By the transfer, and by the store that looked for itself."""
     async with (
         pair(tmp_path) as p,
         p.stream() as stream,
         _served(WorkerCollector(p.decode.core, asyncio.get_running_loop())) as decode,
     ):
-        before = _failed(await _scrape(decode))
+        before = _failed(await scrape(decode))
         assert before["checksum"] == 0  # there from the start: an alert sees the first one
         prompt = prompt_of(4 * BLOCK_SIZE + 1)
-        key = await stream.reserve(p.reserve(prompt, max_tokens=4))
-        await stream.next(key)
+        key = await stream.begin(p.reserve(prompt, max_tokens=4))
         reply = await p.run_prefill(prompt, max_tokens=4, handover=common_pb2.HANDOVER_PATH_STORE)
         p.store.node.slab.frames[blocks_of(reply.handle.runs[0])[1].frame, 3] ^= 1
         await stream.generate(key, reply)
         answer = await stream.collect(key)
         assert answer.recomputed["checksum"] > 0
-        after = await _scrape(decode)
+        after = await scrape(decode)
         assert _failed(after)["checksum"] == 1
         client = p.decode.core.connector.client
         assert client is not None

@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from baton.development_certificates import CertSet
 
 from baton import development_certificates
-from baton.development_certificates import CertSet
 from tests.harness.access import Role, add_key, client_context, one_sided_tls
 from tests.harness.router_bench import (
     BOUND_S,
@@ -120,42 +120,43 @@ async def test_a_client_that_half_closes_gets_its_answer(
     assert bench.decode.num_cancelled == 0
 
 
-async def test_a_client_that_half_closes_in_a_stream_gets_the_rest() -> None:
-    async with http_bench() as bench:
-        bench.decode.token_gate.close()
-        body = {"prompt": "x", "max_tokens": 8, "stream": True}
-        reader, writer = await _asked(bench, body, is_over=False)
-        await reader.readuntil(b"data: ")
-        writer.write_eof()
-        await reader.readuntil(b"2\r\n:\n\r\n")
-        bench.decode.token_gate.open()
-        assert b"[DONE]" in await reader.read()
-        writer.close()
+async def test_a_client_that_half_closes_in_a_stream_gets_the_rest(bench: HttpBench) -> None:
+    bench.decode.token_gate.close()
+    body = {"prompt": "x", "max_tokens": 8, "stream": True}
+    reader, writer = await _asked(bench, body, is_over=False)
+    await reader.readuntil(b"data: ")
+    writer.write_eof()
+    await reader.readuntil(b"2\r\n:\n\r\n")
+    bench.decode.token_gate.open()
+    assert b"[DONE]" in await reader.read()
+    writer.close()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_half_closes_and_goes_away_ends_its_request(is_streamed: bool) -> None:
-    async with http_bench() as bench:
-        bench.decode.token_gate.close()
-        body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
-        _, writer = await _asked(bench, body)
-        await until(lambda: bench.decode.generated)
-        writer.transport.abort()
-        await until(lambda: bench.decode.num_cancelled == 1)
-        bench.decode.token_gate.open()
-        await until(bench.is_idle)
+async def test_a_client_that_half_closes_and_goes_away_ends_its_request(
+    bench: HttpBench, is_streamed: bool
+) -> None:
+    bench.decode.token_gate.close()
+    body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
+    _, writer = await _asked(bench, body)
+    await until(lambda: bench.decode.generated)
+    writer.transport.abort()
+    await until(lambda: bench.decode.num_cancelled == 1)
+    bench.decode.token_gate.open()
+    await until(bench.is_idle)
 
 
 @pytest.mark.parametrize("data", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\n\r\n"])
-async def test_a_client_that_ends_without_a_whole_request_is_let_go(data: bytes) -> None:
-    async with http_bench() as bench:
-        host, _, port = bench.router.http_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(data)
-        writer.write_eof()
-        await reader.read()  # to the end
-        writer.close()
-        await until(lambda: bench.probe.num_connections == 0)
+async def test_a_client_that_ends_without_a_whole_request_is_let_go(
+    bench: HttpBench, data: bytes
+) -> None:
+    host, _, port = bench.router.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    writer.write_eof()
+    await reader.read()  # to the end
+    writer.close()
+    await until(lambda: bench.probe.num_connections == 0)
 
 
 # -- keys, pages of other origins, TLS
@@ -224,11 +225,10 @@ async def answer_to(
             return answer.status, answer.headers.get("access-control-allow-origin")
 
 
-async def test_pages_of_other_origins_may_not_ask_unless_they_are_named() -> None:
-    async with http_bench() as bench:
-        assert await answer_to(bench, PAGE, "OPTIONS") == (403, None)
-        assert await answer_to(bench, PAGE) == (403, None)
-        assert await answer_to(bench, "http://localhost:3000") == (200, None)
+async def test_pages_of_other_origins_may_not_ask_unless_they_are_named(bench: HttpBench) -> None:
+    assert await answer_to(bench, PAGE, "OPTIONS") == (403, None)
+    assert await answer_to(bench, PAGE) == (403, None)
+    assert await answer_to(bench, "http://localhost:3000") == (200, None)
     async with http_bench(cors_origins=(PAGE,)) as bench:
         assert await answer_to(bench, PAGE, "OPTIONS") == (204, PAGE)
         assert await answer_to(bench, PAGE) == (200, PAGE)

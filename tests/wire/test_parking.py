@@ -74,8 +74,7 @@ async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
 
 
 async def test_a_full_share_of_the_store_computes_again_to_the_same_tokens(tmp_path: Path) -> None:
-    """Parked blocks are charged to their request's tenant: where another one's blocks have all the
-    room but this one's share, and that is smaller than what is parked, it is computed again."""
+    """Parked blocks are of their request's tenant, whose share is all that others left."""
     async with pair(
         tmp_path,
         num_frames=64,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +99,24 @@ class ApiServer:
         )
 
 
+def _kubeconfig(server: str, **user: str) -> str:
+    context = {"cluster": "c", "user": "u", "namespace": "ml"}
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "x", "context": context}],
+        "current-context": "x",
+    }
+    return yaml.safe_dump(config)
+
+
 @pytest.fixture
 async def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
     # Entered, it turns what is not there into Kubernetes' own 404.
     async with kmock.KubernetesScaffold() as api, kmock.Server(api):
-        kubeconfig = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "c", "cluster": {"server": str(api.url).rstrip("/")}}],
-            "users": [{"name": "u", "user": {"token": "t"}}],
-            "contexts": [
-                {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "ml"}}
-            ],
-            "current-context": "x",
-        }
-        (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        file = tmp_path / "kubeconfig"
+        file.write_text(_kubeconfig(str(api.url).rstrip("/"), token="t"))
+        monkeypatch.setenv("KUBECONFIG", str(file))
         yield ApiServer(api)
 
 
@@ -125,9 +127,7 @@ Preflight = Callable[..., Any]
 def preflight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Preflight:
     async def ask(*objects: dict[str, Any]) -> tuple[int, dict[str, list[dict[str, str]]]]:
         """Exit code, and findings by check."""
-        (tmp_path / "objects.yaml").write_text(yaml.safe_dump_all(objects))
-        arguments = ["preflight", "--manifests", str(tmp_path / "objects.yaml"), "--json"]
-        code = await asyncio.to_thread(cli.main, arguments)
+        code = await _told(tmp_path, *objects, options=["--json"])
         found: dict[str, list[dict[str, str]]] = {}
         answer = json.loads(capsys.readouterr().out)
         assert answer["is_ready"] is (code == 0)
@@ -136,6 +136,13 @@ def preflight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Preflight:
         return code, found
 
     return ask
+
+
+async def _told(folder: Path, *objects: dict[str, Any], options: Sequence[str] = ()) -> int:
+    """The command, of these objects. Returns: its exit code."""
+    file = folder / "objects.yaml"
+    file.write_text(yaml.safe_dump_all(objects))
+    return await asyncio.to_thread(cli.main, ["preflight", "--manifests", str(file), *options])
 
 
 def _deployment(**resources: str) -> dict[str, Any]:
@@ -231,9 +238,7 @@ async def test_a_secret_is_in_no_error(
     volume = {"name": "v", "secret": {"secretName": "hub"}}
     wants["spec"]["template"]["spec"]["volumes"] = [volume]
     api_server.secret("hub", {"token": ["hidden-word"]})  # type: ignore[dict-item]
-    (tmp_path / "objects.yaml").write_text(yaml.safe_dump(wants))
-    arguments = ["preflight", "--manifests", str(tmp_path / "objects.yaml")]
-    assert await asyncio.to_thread(cli.main, arguments) == 1
+    assert await _told(tmp_path, wants) == 1
     said = capsys.readouterr()
     assert "read_namespaced_secret with what the client cannot read" in said.err
     assert "hidden-word" not in said.err + said.out
@@ -264,9 +269,7 @@ async def test_the_table_says_the_same_as_the_json(
     api_server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api_server.denied = {"deployments"}
-    file = tmp_path / "objects.yaml"
-    file.write_text(yaml.safe_dump(_deployment()))
-    assert await asyncio.to_thread(cli.main, ["preflight", "--manifests", str(file)]) == 1
+    assert await _told(tmp_path, _deployment()) == 1
     shown = capsys.readouterr().out
     assert "fail" in shown and "permissions" in shown and "deployments.apps" in shown
     assert "role `admin`" in shown
@@ -275,11 +278,8 @@ async def test_the_table_says_the_same_as_the_json(
 async def test_a_server_that_does_not_know_you_is_one_line(
     api_server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "objects.yaml"
-    file.write_text(yaml.safe_dump(_deployment()))
     api_server.knows_user = False
-    arguments = ["preflight", "--manifests", str(file)]
-    assert await asyncio.to_thread(cli.main, arguments) == 1
+    assert await _told(tmp_path, _deployment()) == 1
     assert "does not know you (401)" in capsys.readouterr().err
 
 
@@ -289,12 +289,6 @@ async def test_nobody_there(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert await asyncio.to_thread(cli.main, ["preflight"]) == 1
     assert "no cluster is configured" in capsys.readouterr().err
-    config = {
-        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
-        "users": [{"name": "u", "user": {}}],
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "x",
-    }
-    (tmp_path / "none").write_text(yaml.safe_dump(config))
+    (tmp_path / "none").write_text(_kubeconfig("http://127.0.0.1:1"))
     assert await asyncio.to_thread(cli.main, ["preflight"]) == 1
     assert "no answer from the API server http://127.0.0.1:1" in capsys.readouterr().err

@@ -11,25 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from process.errors import (
-    BatonError,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    Unavailable,
-)
+from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import changed
-from tests.harness.prefill_decode_pair import (
-    WAIT_S,
-    Pair,
-    PrefillCall,
-    error_of,
-    pair,
-    patient,
-    whole,
-)
+from tests.harness.prefill_decode_pair import Pair, error_of, pair, patient, whole
 from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -60,7 +46,7 @@ async def refusals(p: Pair, changes: dict[str, Any]) -> list[BatonError]:
     """What prefill and decode say to the same wrong request."""
     request = changed(p.prefill_request(PROMPT), changes)
     with pytest.raises(BatonError) as caught:
-        await whole(PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S))
+        await whole(p.call(request))
     async with p.stream() as stream:
         key = await stream.reserve(changed(p.reserve(PROMPT), changes))
         failed = (await stream.next(key)).failed
@@ -79,7 +65,6 @@ async def test_wrong_fields_are_refused_by_name_before_any_work(p: Pair) -> None
             assert isinstance(error, FailedPrecondition)
             assert str(error).startswith(f"{next(iter(changes))}: ")
     assert (p.prefill_model.num_forwards, p.decode_model.num_forwards) == before
-    await p.check()
 
 
 async def test_one_token_is_the_whole_answer_and_nothing_is_handed_over(p: Pair) -> None:
@@ -100,7 +85,6 @@ async def test_a_stop_at_the_first_token_hands_nothing_over(p: Pair) -> None:
     assert reply.finish_reason == common_pb2.FINISH_REASON_STOP_TOKEN
     assert reply.stop_token_id == first
     assert not reply.HasField("handle")
-    await p.check()
 
 
 async def test_logits_that_are_no_numbers_end_their_request_only(p: Pair) -> None:
@@ -121,12 +105,9 @@ async def test_logits_that_are_no_numbers_end_their_request_only(p: Pair) -> Non
     assert answer.failed.code == grpc.StatusCode.INTERNAL.value[0]
     p.decode_model.poison = frozenset()
     assert (await p.decode_from(reply, fine, name="good")).token_ids == p.expected(fine, 8)
-    await p.check()
 
 
-async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
-    tmp_path: Path,
-) -> None:
+async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
     async with pair(tmp_path) as p, p.reserved(PROMPT) as (stream, key):
         reply = await p.run_prefill(PROMPT)
         drained = [asyncio.create_task(each.drain()) for each in (p.at_prefill, p.at_decode)]
@@ -178,7 +159,6 @@ async def test_a_worker_that_does_not_fit_its_store_does_not_start(p: Pair) -> N
     """Another KV layout at the same store is said at the start, not worked around in silence."""
     with pytest.raises(FailedPrecondition, match="another KV layout"):
         await p.start_misfit()
-    await p.check()
 
 
 async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(

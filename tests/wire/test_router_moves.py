@@ -15,20 +15,19 @@ import grpc.aio
 import pytest
 
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2
 from tests.harness.router_bench import (
-    BOUND_S,
     SHORT_WAITS,
     TOKENIZER,
     Bench,
     FakeDecode,
     FakePrefill,
     Looks,
+    code_of,
     failure,
     fake_model,
+    ids_of,
     lease_store,
     request,
-    rest_of,
     running,
 )
 from tests.harness.waiting import Deadlines, until
@@ -39,13 +38,8 @@ PROMPT = TOKENIZER.encode("hello")
 SEED = 5
 
 
-def _expected(bench: Bench, num_tokens: int, index: int = 0, seed: int = SEED) -> list[int]:
-    params = common_pb2.SamplingParams(seed=seed)
-    return [bench.model.token(PROMPT, params, at, index) for at in range(num_tokens)]
-
-
-def _ids(messages: Sequence[Any], index: int = 0) -> list[int]:
-    return [i for message in messages if message.sample_index == index for i in message.token_ids]
+def _expected(bench: Bench, num_tokens: int, index: int = 0) -> list[int]:
+    return bench.expected_ids(PROMPT, SEED, num_tokens, index)
 
 
 def _asked(max_tokens: int = 12, **sampling: Any) -> Any:
@@ -111,6 +105,13 @@ async def _moved(
     return await generating
 
 
+def _check_text(messages: Sequence[Any], token_ids: list[int]) -> None:
+    """No token is lost or comes twice, in numbers, text and account."""
+    assert ids_of(messages) == token_ids
+    assert "".join(message.text for message in messages) == TOKENIZER.decode(token_ids)
+    assert messages[-1].usage.num_output_tokens == len(token_ids)
+
+
 def _has_heard(bench: Bench, worker: FakeDecode) -> bool:
     """Whether the router knows all tokens that `worker` has drawn."""
     return all(bench.probe.num_heard(index) == num for index, num in worker.num_drawn.items())
@@ -123,7 +124,7 @@ def _is_moving(bench: Bench) -> bool:
 async def test_a_worker_that_leaves_hands_its_stream_to_another() -> None:
     async with running(num_decode=2) as bench:
         messages = await _moved(bench, _asked(), 5, _leave)
-        assert _ids(messages) == _expected(bench, 12)
+        _check_text(messages, _expected(bench, 12))
         old, new = sorted(bench.decodes, key=lambda worker: not worker.is_draining)
         (moved,) = old.moved
         (told,) = new.generated
@@ -147,7 +148,7 @@ async def test_a_stream_moves_again_and_again() -> None:
             worker.move_all()
         (await _paused(bench)).token_gate.open()
         messages = await generating
-        assert _ids(messages) == _expected(bench, 20)
+        assert ids_of(messages) == _expected(bench, 20)
         legs = _legs(messages)
         assert [ended_by for _, ended_by in legs] == ["", "moved", "moved", "moved", ""]
         assert len({worker_id for worker_id, _ in legs}) == 5
@@ -158,7 +159,7 @@ async def test_a_stream_moves_again_and_again() -> None:
 async def test_without_a_handle_a_prefill_worker_goes_on_first(goes: Goes) -> None:
     async with running(num_decode=2) as bench:
         messages = await _moved(bench, _asked(), 5, goes)
-        assert _ids(messages) == _expected(bench, 12)
+        _check_text(messages, _expected(bench, 12))
         first, again = bench.prefill.requests
         assert not first.output_token_ids
         assert list(again.output_token_ids) == _expected(bench, 5)
@@ -196,9 +197,9 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
         async with running(num_decode=2, short_prefill_tokens=30) as bench:
             asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
             messages = await _moved(bench, asked, 5, leave)
-            assert len(_ids(messages)) == 12
+            assert len(ids_of(messages)) == 12
             _, again = bench.prefill.requests
-            assert list(again.output_token_ids) == _ids(messages)[:5]
+            assert list(again.output_token_ids) == ids_of(messages)[:5]
             last_id, _ = _legs(messages)[-1]
             (told,) = next(d for d in bench.decodes if d.worker_id == last_id).generated
             assert told.handle.num_tokens == len(TOKENIZER.encode(LONG)) + 5
@@ -215,7 +216,7 @@ async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
     async with running(num_decode=2, short_prefill_tokens=30) as bench:
         asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
         messages = await _moved(bench, asked, 5, leave)
-        assert len(_ids(messages)) == 12 and len(bench.prefill.requests) == 1
+        assert len(ids_of(messages)) == 12 and len(bench.prefill.requests) == 1
 
 
 async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -> None:
@@ -228,7 +229,7 @@ async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -
         await until(lambda: other.num_refused >= 2 and _unix_ms(0.0) > deadline_unix_ms)
         other.error, other.pause_at = None, -1
         messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
+        assert ids_of(messages) == _expected(bench, 12)
         assert len(bench.prefill.requests) == 2
         (told,) = other.generated
         assert list(told.output_token_ids) == _expected(bench, 5)
@@ -242,7 +243,7 @@ async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
         worker.error = FailedPrecondition("adapter: it was unloaded")
         worker.fail_all()
         messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
+        assert ids_of(messages) == _expected(bench, 12)
         assert [ended_by for _, ended_by in _legs(messages)] == ["", "worker_lost", "", ""]
 
 
@@ -274,7 +275,7 @@ async def test_samples_go_on_from_what_was_told_whatever_is_drawn_again(goes: Go
         messages = await _moved(bench, _asked(20, n=3), 10, goes_otherwise)
         assert len(bench.prefill.requests) == 2
         for index in range(3):
-            assert _ids(messages, index) == _expected(bench, 20, index)
+            assert ids_of(messages, index) == _expected(bench, 20, index)
         ends = [m.sample_index for m in messages if m.finish_reason]
         assert sorted(ends) == [0, 1, 2]
 
@@ -305,7 +306,7 @@ async def test_wherever_it_happens_no_token_is_lost_or_comes_twice(
             messages = await generating
             for index in range(n):
                 shown = _expected(bench, last, index)
-                assert _ids(messages, index) == shown, (points, num_tokens, eos_at)
+                assert ids_of(messages, index) == shown, (points, num_tokens, eos_at)
                 probs = [
                     entry.chosen.token_id
                     for message in messages
@@ -327,7 +328,7 @@ async def test_held_back_text_and_a_stop_string_across_the_move(goes: Goes) -> N
         messages = await _moved(bench, _asked(stop=[stop]), 6, goes)
         assert "".join(m.text for m in messages) == text[:3]
         assert messages[-1].stop_string == stop
-        assert _ids(messages) == ids[:8]
+        assert ids_of(messages) == ids[:8]
 
 
 @pytest.mark.parametrize("goes", GOES)
@@ -339,7 +340,7 @@ async def test_samples_that_ended_before_are_not_ended_twice(goes: Goes) -> None
         asked = _asked(20, n=3, stop=[stop])
         messages = await _moved(bench, asked, 10, goes, num_samples_cancelled=1)
         for index in (0, 2):
-            assert _ids(messages, index) == _expected(bench, 20, index)
+            assert ids_of(messages, index) == _expected(bench, 20, index)
         assert "".join(m.text for m in messages if m.sample_index == 1) == texts[1][:2]
         ends = [m.sample_index for m in messages if m.finish_reason]
         assert sorted(ends) == [0, 1, 2]
@@ -357,47 +358,36 @@ async def test_tokens_that_did_not_come_are_not_passed_over() -> None:
         assert code is grpc.StatusCode.INTERNAL and "sent [6] tokens, and [5] came" in str(error)
 
 
+@pytest.mark.parametrize("is_lapsed", [False, True])
 @pytest.mark.parametrize("goes", GOES)
-async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
-    async with running() as bench:
-        generating, worker = await _begun(bench, _asked(), 4)
-        await goes(worker)
-        await until(lambda: _is_moving(bench))
-        await bench.add(FakeDecode("later", bench.model))
-        messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
-        assert _legs(messages)[-1] == ("later", "")
-
-
-@pytest.mark.parametrize("goes", GOES)
-async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
-    goes: Goes, monkeypatch: pytest.MonkeyPatch
+async def test_a_stream_waits_for_another_worker_to_come(
+    bench: Bench, goes: Goes, is_lapsed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream once ended with UNAVAILABLE as soon as the registry had dropped the worker."""
-    async with running() as bench:
-        looks = Looks(monkeypatch)
-        generating, worker = await _begun(bench, _asked(), 4)
-        await until(lambda: _has_heard(bench, worker))
-        await goes(worker)
+    """It once ended with UNAVAILABLE as soon as the registry had dropped the only worker."""
+    looks = Looks(monkeypatch)
+    generating, worker = await _begun(bench, _asked(), 4)
+    await until(lambda: _has_heard(bench, worker))
+    await goes(worker)
+    await until(lambda: _is_moving(bench))
+    if is_lapsed:
         await looks.more(3)  # the registry still has it: it is asked, and does not answer
         await bench.lapse(worker)
         await looks.more(3)
-        await bench.add(FakeDecode("later", bench.model))
-        messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
-        assert _legs(messages)[-1] == ("later", "")
+    await bench.add(FakeDecode("later", bench.model))
+    messages = await generating
+    assert ids_of(messages) == _expected(bench, 12)
+    assert _legs(messages)[-1] == ("later", "")
 
 
-async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
+async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go(bench: Bench) -> None:
     """Not even where it would take it: the router may not have heard yet that it drains."""
-    async with running() as bench:
-        generating, worker = await _begun(bench, _asked(), 4)
-        worker.move_all()
-        worker.error, worker.pause_at = None, -1
-        await until(lambda: _is_moving(bench))
-        await bench.add(FakeDecode("later", bench.model))
-        assert _legs(await generating)[-1] == ("later", "")
-        assert worker.num_reserved == 1
+    generating, worker = await _begun(bench, _asked(), 4)
+    worker.move_all()
+    worker.error, worker.pause_at = None, -1
+    await until(lambda: _is_moving(bench))
+    await bench.add(FakeDecode("later", bench.model))
+    assert _legs(await generating)[-1] == ("later", "")
+    assert worker.num_reserved == 1
 
 
 async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
@@ -409,7 +399,7 @@ async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
         await until(lambda: len(bench.prefill.requests) >= 3)
         bench.prefill.error = None
         messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
+        assert ids_of(messages) == _expected(bench, 12)
         assert [ended_by for _, ended_by in _legs(messages)] == ["", "worker_lost", "", ""]
 
 
@@ -433,7 +423,7 @@ async def test_a_stream_waits_for_room() -> None:
         worker.move_all()
         await until(lambda: other.num_refused >= 2)
         other.error, other.pause_at = None, -1
-        assert _ids(await generating) == _expected(bench, 12)
+        assert ids_of(await generating) == _expected(bench, 12)
 
 
 @pytest.mark.parametrize("goes", GOES)
@@ -464,7 +454,7 @@ async def test_a_worker_of_another_model_does_not_go_on() -> None:
         generating, worker = await _begun(bench, _asked(), 4)
         (other,) = (d for d in bench.decodes if d is not worker)
         worker.move_all()
-        assert (await failure(generating))[0] is grpc.StatusCode.UNAVAILABLE
+        assert await code_of(generating) is grpc.StatusCode.UNAVAILABLE
         assert not other.generated
 
 
@@ -479,7 +469,7 @@ async def test_a_worker_that_leaves_while_the_prompt_is_computed() -> None:
         await until(lambda: not bench.probe.num_open_legs)
         bench.prefill.gate.open()
         messages = await generating
-        assert _ids(messages) == _expected(bench, 12)
+        assert ids_of(messages) == _expected(bench, 12)
         assert len(bench.prefill.requests) == 1
         (other,) = (d for d in bench.decodes if d is not worker)
         assert _legs(messages) == [("p0", ""), (other.worker_id, "")]
@@ -490,7 +480,7 @@ async def test_a_worker_that_leaves_while_the_prompt_is_computed() -> None:
 async def test_an_answer_that_decode_draws_alone_goes_on(goes: Goes) -> None:
     async with running(num_decode=2, short_prefill_tokens=100) as bench:
         messages = await _moved(bench, _asked(), 5, goes)
-        assert _ids(messages) == _expected(bench, 12)
+        assert ids_of(messages) == _expected(bench, 12)
         assert not bench.prefill.requests
         (told,) = [c for d in bench.decodes if not d.is_draining for c in d.generated][-1:]
         assert list(told.output_token_ids) == _expected(bench, 5)
@@ -506,7 +496,7 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
         async with running(times=times) as bench:
             bench.decode.store_address = store.address
             bench.decode.pause_at = 4
-            call = bench.stub.Generate(_asked(), timeout=BOUND_S)
+            call = bench.call(_asked())
             worker = await _paused(bench)
             if ends == "overshoot":
                 # It moves before it hears that the client is gone.
@@ -523,10 +513,9 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                     call.cancel()
                 elif ends == "deadline":
                     deadlines.end_all()
-                    assert (await failure(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+                    assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
                 else:
-                    with pytest.raises(grpc.aio.AioRpcError):
-                        await rest_of(call)
+                    await failure(call)
             await until(lambda: store.released)
             assert store.released == ["lease-moved"]
 
@@ -543,8 +532,7 @@ async def test_it_is_counted_and_told() -> None:
 
 @pytest.mark.parametrize("goes", [_leave, _die])
 async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
-    """One node with both of them is lost: the other pair serves. The asking of the second prefill
-    worker once forgot that a decode worker is needed."""
+    """Who asked the second prefill worker once forgot that a decode worker is needed."""
     async with running(num_prefill=2, num_decode=2) as bench:
         for prefill in bench.prefills:
             prefill.gate.close()
@@ -555,7 +543,7 @@ async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
         await until(lambda: not bench.probe.num_open_legs)
         other.gate.open()
         await first.stop()
-        assert _ids(await generating) == _expected(bench, 12)
+        assert ids_of(await generating) == _expected(bench, 12)
 
 
 async def test_waiting_for_a_prefill_worker_asks_now_and_then() -> None:
@@ -566,8 +554,7 @@ async def test_waiting_for_a_prefill_worker_asks_now_and_then() -> None:
             bench.prefill.error = Unavailable("out of order", retry_after_s=1.0)
             await worker.stop()
 
-        with pytest.raises(grpc.aio.AioRpcError):
-            await _moved(bench, _asked(), 4, die)
+        await failure(_moved(bench, _asked(), 4, die))
         assert 2 <= len(bench.prefill.requests) <= 1 + 1.0 / 0.2 + 2
 
 
@@ -582,8 +569,7 @@ async def test_those_who_wait_for_room_do_not_wake_one_another() -> None:
 
 
 async def test_the_second_prefill_worker_is_told_of_the_answers_blocks() -> None:
-    """After a loss the context is prompt and answer, whoever computes it and however often it is
-    asked for."""
+    """However often it is asked for."""
     async with running(num_decode=2) as bench:
         at = 2 * bench.model.block_size - len(PROMPT)
         bench.prefill.store_node_id = "n0"
@@ -597,7 +583,7 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks() -> None
             await until(lambda: len(bench.prefill.requests) > 3)
             bench.prefill.error = None
 
-        assert _ids(await _moved(bench, _asked(2 * at), at, die)) == _expected(bench, 2 * at)
+        assert ids_of(await _moved(bench, _asked(2 * at), at, die)) == _expected(bench, 2 * at)
         first, *others = (
             [(hint.node_id, hint.num_blocks) for hint in asked.hints]
             for asked in bench.prefill.requests
@@ -608,8 +594,7 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks() -> None
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: str) -> None:
-    """Its process beats and answers, but its step does not end: a request once waited there until
-    its budget was spent."""
+    """Its process beats and answers: a request once waited there until its budget was spent."""
     async with running(num_prefill=2, num_decode=2, times={"max_step_s": 30.0}) as bench:
         workers: Any = bench.prefills if role == "prefill" else bench.decodes
         for worker in workers:
@@ -622,7 +607,7 @@ async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: st
         other.token_gate.open() if role == "decode" else other.gate.open()
         hung.step_age_s = 31.0
         await bench.publish(hung)
-        assert _ids(await generating) == _expected(bench, 12)
+        assert ids_of(await generating) == _expected(bench, 12)
         assert bench.probe.standing(hung) != "trusted"
         problems = (await bench.status(as_heard=True)).problems
         assert any(f"{hung.worker_id} hangs" in problem for problem in problems)
@@ -633,12 +618,11 @@ async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: st
         assert len(bench.probe.usable(role)) == 2
 
 
-async def test_a_lone_worker_in_a_long_step_keeps_its_streams() -> None:
-    async with running() as bench:
-        bench.decode.token_gate.close()
-        generating = asyncio.create_task(bench.generate(_asked()))
-        await until(lambda: bench.decode.num_generating)
-        bench.decode.step_age_s = 1000.0
-        await bench.publish(bench.decode)
-        bench.decode.token_gate.open()
-        assert _legs(await generating) == [("p0", ""), ("d0", "")]
+async def test_a_lone_worker_in_a_long_step_keeps_its_streams(bench: Bench) -> None:
+    bench.decode.token_gate.close()
+    generating = asyncio.create_task(bench.generate(_asked()))
+    await until(lambda: bench.decode.num_generating)
+    bench.decode.step_age_s = 1000.0
+    await bench.publish(bench.decode)
+    bench.decode.token_gate.open()
+    assert _legs(await generating) == [("p0", ""), ("d0", "")]

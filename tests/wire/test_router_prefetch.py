@@ -15,10 +15,9 @@ from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     Bench,
-    expected_ids,
     failure,
+    ids_of,
     lease_store,
-    request,
     rest_of,
     running,
 )
@@ -49,7 +48,7 @@ async def test_decode_hears_of_what_is_stored_while_prefill_still_runs() -> None
     async with _paced() as bench:
         bench.prefill.num_partials = 3
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+        call = bench.call(**FIELDS)
         await until(lambda: len(bench.decode.prefetched) == 3)
         assert bench.prefill.num_active == 1 and not bench.decode.generated
         assert _partials(bench) == [16, 32, 48]
@@ -64,14 +63,14 @@ async def test_decode_hears_of_what_is_stored_while_prefill_still_runs() -> None
 
 async def test_the_client_sees_the_same_with_and_without_them() -> None:
     async with _paced() as bench:
-        plain = await bench.generate(request(request_id="a", **FIELDS))
+        plain = await bench.generate(request_id="a", **FIELDS)
         bench.prefill.num_partials = bench.prefill.num_late_partials = 2
-        early = await bench.generate(request(request_id="a", **FIELDS))
+        early = await bench.generate(request_id="a", **FIELDS)
         assert len(bench.decode.prefetched) == 4
         # How many tokens a message has is the reader's pace; that each has some is not.
         assert all(message.token_ids or message.finish_reason for message in early)
         for messages in (plain, early):
-            assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+            assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         assert "".join(m.text for m in early) == "".join(m.text for m in plain)
         assert early[-1].finish_reason == plain[-1].finish_reason
 
@@ -80,7 +79,7 @@ async def test_what_is_stored_behind_the_first_tokens_is_passed_on_too() -> None
     async with _paced() as bench:
         bench.prefill.num_late_partials = 2
         bench.prefill.account_gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+        call = bench.call(**FIELDS)
         assert (await call.read()).token_ids
         await until(lambda: _partials(bench) == [16, 32])
         bench.prefill.account_gate.open()
@@ -90,7 +89,7 @@ async def test_what_is_stored_behind_the_first_tokens_is_passed_on_too() -> None
 async def test_many_samples_have_one_prompt() -> None:
     async with _paced() as bench:
         bench.prefill.num_partials = 2
-        await bench.generate(request(token_ids={"ids": PROMPT}, sampling={"max_tokens": 3, "n": 3}))
+        await bench.generate(token_ids={"ids": PROMPT}, sampling={"max_tokens": 3, "n": 3})
         assert _partials(bench) == [16, 32]
 
 
@@ -99,31 +98,29 @@ async def test_without_a_decode_leg_nobody_is_told() -> None:
         worker = Talkative("p0", bench.model)
         worker.num_partials, worker.num_late_partials = 2, 1
         await bench.add(worker)
-        messages = await bench.generate(request(sampling={"max_tokens": 1}))
-        assert sum(len(m.token_ids) for m in messages) == 1
+        messages = await bench.generate(sampling={"max_tokens": 1})
+        assert len(ids_of(messages)) == 1
         assert not bench.decode.prefetched
 
 
-async def test_an_answer_that_ended_with_its_first_token_fetches_no_more() -> None:
+async def test_an_answer_that_ended_with_its_first_token_fetches_no_more(bench: Bench) -> None:
     """The decode leg has its cancel; what prefill stores after that is not for it."""
-    async with running() as bench:
-        (stop,) = expected_ids(bench, PROMPT, 3, 1)
-        bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 3
-        options = {"max_tokens": 4, "seed": 3, "stop_token_ids": [stop]}
-        await bench.generate(request(token_ids={"ids": PROMPT}, sampling=options))
-        await until(lambda: bench.decode.num_cancelled == 1)
-        assert _partials(bench) == [16]
-        # `running` also checks that none came behind the cancel.
+    (stop,) = bench.expected_ids(PROMPT, 3, 1)
+    bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 3
+    options = {"max_tokens": 4, "seed": 3, "stop_token_ids": [stop]}
+    await bench.generate(token_ids={"ids": PROMPT}, sampling=options)
+    await until(lambda: bench.decode.num_cancelled == 1)
+    assert _partials(bench) == [16]
+    # `running` also checks that none came behind the cancel.
 
 
-async def test_a_cancelled_request_fetches_no_more() -> None:
-    async with running() as bench:
-        bench.prefill.num_partials = 1
-        bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
-        await until(lambda: bench.decode.prefetched)
-        call.cancel()
-        await until(lambda: bench.decode.num_open == 0 and bench.prefill.num_active == 0)
+async def test_a_cancelled_request_fetches_no_more(bench: Bench) -> None:
+    bench.prefill.num_partials = 1
+    bench.prefill.gate.close()
+    call = bench.call(**FIELDS)
+    await until(lambda: bench.decode.prefetched)
+    call.cancel()
+    await until(lambda: bench.decode.num_open == 0 and bench.prefill.num_active == 0)
 
 
 async def test_both_tries_of_a_prefill_are_passed_on() -> None:
@@ -132,13 +129,13 @@ async def test_both_tries_of_a_prefill_are_passed_on() -> None:
         for worker in bench.prefills:
             worker.num_partials = 2
             worker.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+        call = bench.call(**FIELDS)
         await until(lambda: len(bench.decode.prefetched) == 2)
         victim, other = await bench.busy_prefill()
         other.gate.open()
         await victim.stop()
         messages = await rest_of(call)
-        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         assert _partials(bench) == [16, 32, 16, 32]
 
 
@@ -151,7 +148,7 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         await bench.add(worker)
         bench.decode.read_gate.close()
         bench.decode.read_gate.let_pass(1)  # the reservation
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+        call = bench.call(**FIELDS)
         await until(lambda: worker.gate.reached.is_set())
         await until(lambda: bench.probe.num_tokens_announced("d0") == 100)
         assert bench.probe.num_unsent("d0") == 1
@@ -160,14 +157,14 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         assert len(_partials(bench)) < 50
         worker.gate.open()
         messages = await rest_of(call)
-        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
 
 
 async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
     async with running(times=SHORT_WAITS) as bench:
         bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+        call = bench.call(**FIELDS)
         await until(lambda: bench.decode.prefetched)
         await bench.decode.stop()
         await until(lambda: not bench.probe.is_up("d0"))
@@ -183,7 +180,7 @@ async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
             bench.prefill.store_address = store.address
             bench.prefill.num_partials = 2
             bench.prefill.gate.close()
-            call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
+            call = bench.call(**FIELDS)
             await until(lambda: len(bench.decode.prefetched) == 2)
             call.cancel()
             await until(bench.is_idle)
@@ -194,8 +191,8 @@ async def test_an_account_with_a_partial_handle_is_no_account() -> None:
     """It would hand over leases that are not the worker's to give; decode computes the prompt."""
     async with running(num_prefill=0) as bench:
         await bench.add(HalfHandle("p0", bench.model))
-        messages = await bench.generate(request(**FIELDS))
-        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        messages = await bench.generate(**FIELDS)
+        assert ids_of(messages) == bench.expected_ids(PROMPT, 3, 4)
         (told,) = bench.decode.generated
         assert not told.HasField("handle")
 
@@ -205,6 +202,6 @@ async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
         worker = NoFirst("p0", bench.model)
         worker.num_partials = 1
         await bench.add(worker)
-        assert (await failure(bench.generate(request(**FIELDS))))[0] is grpc.StatusCode.INTERNAL
+        assert await bench.code_of(**FIELDS) is grpc.StatusCode.INTERNAL
         assert not bench.decode.prefetched
         await asyncio.wait_for(bench.decode.idle.wait(), BOUND_S)

@@ -21,7 +21,6 @@ from tests.harness.router_bench import (
     FakePrefill,
     FakeServedModel,
     SettingsError,
-    failure,
     fake_model,
     request,
     rest_of,
@@ -55,7 +54,7 @@ async def test_each_router_sees_what_the_other_has_taken() -> None:
             await bench.publish(worker)
         second.is_draining = True
         await bench.publish(second)
-        held = [bench.stub.Generate(_ask(n), timeout=BOUND_S) for n in range(2)]
+        held = [bench.call(_ask(n)) for n in range(2)]
         for call in held:
             await call.read()
         assert first.num_free_blocks == 0 and first.num_open == 2
@@ -76,8 +75,7 @@ async def test_each_router_sees_what_the_other_has_taken() -> None:
 
 
 async def test_two_routers_at_once_never_take_more_than_there_is() -> None:
-    """Whatever each believes: the worker's word counts, everyone is served in the end, and all
-    counts go back to none."""
+    """The worker's word counts, and all counts go back to none."""
     times = {"poll_interval_s": 0.05}
     async with (
         running(num_prefill=2, num_decode=2, times=times) as bench,
@@ -113,7 +111,7 @@ async def test_a_prompt_queue_of_another_router_is_seen_and_ones_own_not_twice()
         assert not bench.prefills[0].requests
         worker = bench.prefills[1]
         worker.gate.close()
-        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        call = bench.call(_ask())
         await worker.gate.reached.wait()
         assert bench.probe.loads()["p1"].num_queued_tokens == 60
         worker.num_queued_tokens = 60  # it says what we know
@@ -143,7 +141,7 @@ async def test_a_worker_that_failed_is_probed_and_tried_by_one_request() -> None
         num_requests = len(failing.requests)
         await until(lambda: bench.probe.standing(failing) == "may be tried")
         failing.gate.close()
-        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        call = bench.call(_ask())
         await failing.gate.reached.wait()
         assert bench.probe.standing(failing) == "being tried"
         # While one tries, all others go elsewhere.
@@ -161,7 +159,7 @@ async def test_a_dead_worker_stays_mistrusted_at_growing_pauses() -> None:
         await bench.generate(_ask())
         (dead,) = (worker for worker in bench.prefills if worker.requests)
         dead.gate.close()
-        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        call = bench.call(_ask())
         await dead.gate.reached.wait()
         await dead.stop()
         await rest_of(call)
@@ -211,7 +209,7 @@ async def test_a_prefill_worker_that_hangs_without_heartbeat_loses_its_calls() -
     async with running(num_prefill=2, times=times) as bench:
         for worker in bench.prefills:
             worker.gate.close()
-        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        call = bench.call(_ask())
         reading = asyncio.create_task(call.read())
         hung, other = await bench.busy_prefill()
         other.gate.open()
@@ -225,7 +223,7 @@ async def test_a_prefill_worker_that_hangs_without_heartbeat_loses_its_calls() -
 async def test_without_redis_nobody_s_calls_are_given_up() -> None:
     async with running(times={"lapse_grace_s": 0.001}) as bench:
         bench.prefill.gate.close()
-        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        call = bench.call(_ask())
         await bench.prefill.gate.reached.wait()
         bench.redis.kill()
         for _ in range(3):  # the first begins a grace, the next one would end it
@@ -275,15 +273,13 @@ async def test_each_model_has_its_own_workers() -> None:
 )
 async def test_a_request_says_which_of_several_models(model: str, words: str) -> None:
     async with _two_models() as bench:
-        code, error = await failure(bench.generate(_ask(model=model)))
+        code, error = await bench.failure(_ask(model=model))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and words in str(error)
 
 
 async def test_a_model_without_workers_does_not_keep_the_other_from_serving() -> None:
     async with _two_models(with_other=False) as bench:
-        assert (await failure(bench.generate(_ask(model="other"))))[
-            0
-        ] is grpc.StatusCode.UNAVAILABLE
+        assert await bench.code_of(_ask(model="other")) is grpc.StatusCode.UNAVAILABLE
         assert await bench.generate(_ask(model="fake"))
 
 

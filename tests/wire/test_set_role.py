@@ -25,13 +25,10 @@ SHORT = PROMPT[:10]
 """One step."""
 
 
-async def busy(m: Movers) -> int:
-    """A request of worker 0 in a step that does not end."""
-    model = m.at(0).model
-    model.hold()
-    key = await m.begin(0, SHORT, max_tokens=40)
-    await until(model.is_held.is_set)
-    return key
+@pytest.fixture
+async def m(tmp_path: Path) -> AsyncIterator[Movers]:
+    async with movers(tmp_path) as made:
+        yield made
 
 
 @contextlib.asynccontextmanager
@@ -70,28 +67,27 @@ async def test_both_workers_change_places_and_serve_as_before(tmp_path: Path) ->
                 await p.check()
 
 
-async def test_the_role_that_it_has_not_says_which_it_has(tmp_path: Path) -> None:
-    async with movers(tmp_path) as m:
-        worker = m.at(0)
-        with pytest.raises(Unavailable, match=r"^decode-0 has the role decode now$"):
-            await worker.status_as("prefill")
-        assert (await worker.status_as("decode")).role == "decode"
-        reply = await worker.set_role("decode")  # it has it already
-        assert reply.incarnation == worker.status().incarnation
-        stream = m.streams[0]
-        reply = await worker.set_role("prefill")
-        assert (reply.worker_id, reply.role) == ("decode-0", "prefill")
-        assert reply.incarnation == worker.status().incarnation
-        assert await stream.ended() is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(Unavailable, match=r"^decode-0 has the role prefill now$"):
-            await worker.status_as("decode")
-        status = await worker.status_as("prefill")
-        assert (status.role, status.draining, status.integrity_error) == ("prefill", False, "")
+async def test_the_role_that_it_has_not_says_which_it_has(m: Movers) -> None:
+    worker = m.at(0)
+    with pytest.raises(Unavailable, match=r"^decode-0 has the role decode now$"):
+        await worker.status_as("prefill")
+    assert (await worker.status_as("decode")).role == "decode"
+    reply = await worker.set_role("decode")  # it has it already
+    assert reply.incarnation == worker.status().incarnation
+    stream = m.streams[0]
+    reply = await worker.set_role("prefill")
+    assert (reply.worker_id, reply.role) == ("decode-0", "prefill")
+    assert reply.incarnation == worker.status().incarnation
+    assert await stream.ended() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(Unavailable, match=r"^decode-0 has the role prefill now$"):
+        await worker.status_as("decode")
+    status = await worker.status_as("prefill")
+    assert (status.role, status.draining, status.integrity_error) == ("prefill", False, "")
 
 
 async def test_streams_move_away_before_the_role_changes(tmp_path: Path) -> None:
     async with movers(tmp_path, limits=patient(drain_s=60.0)) as m:
-        sample, key = Sample(), await busy(m)
+        sample, key = Sample(), await m.begin_held(1, SHORT, max_tokens=40)
         release_when_taken_out(m, 0)
         changing = asyncio.create_task(m.at(0).set_role("prefill"))
         moved = (await m.last_word(0, key, sample)).moved
@@ -101,54 +97,51 @@ async def test_streams_move_away_before_the_role_changes(tmp_path: Path) -> None
         assert finished.leg.num_tokens_computed == 0 and not finished.leg.recomputed
 
 
-async def test_two_changes_wait_for_one_another_and_a_stop_for_both(tmp_path: Path) -> None:
-    async with movers(tmp_path) as m:
-        worker, made = m.at(0), m.workers[0]
-        await busy(m)
-        one = asyncio.create_task(made.set_role("prefill"))
-        two = asyncio.create_task(made.set_role("decode"))
-        await until(lambda: worker.is_draining)
-        assert worker.why_not_ready == "draining"
-        worker.model.release()
-        first, second = await one, await two
-        assert (first.role, second.role) == ("prefill", "decode")
-        assert first.incarnation != second.incarnation and worker.why_not_ready == ""
-        three = asyncio.create_task(made.set_role("prefill"))
-        await asyncio.sleep(0)
-        stopping = asyncio.create_task(made.stop())
-        with pytest.raises(Unavailable, match="is stopping"):
-            await three
-        await stopping
-        with pytest.raises(Unavailable, match="is stopping"):
-            await made.set_role("decode")
+async def test_two_changes_wait_for_one_another_and_a_stop_for_both(m: Movers) -> None:
+    worker, made = m.at(0), m.workers[0]
+    await m.begin_held(1, SHORT, max_tokens=40)
+    one = asyncio.create_task(made.set_role("prefill"))
+    two = asyncio.create_task(made.set_role("decode"))
+    await until(lambda: worker.is_draining)
+    assert worker.why_not_ready == "draining"
+    worker.model.release()
+    first, second = await one, await two
+    assert (first.role, second.role) == ("prefill", "decode")
+    assert first.incarnation != second.incarnation and worker.why_not_ready == ""
+    three = asyncio.create_task(made.set_role("prefill"))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(made.stop())
+    with pytest.raises(Unavailable, match="is stopping"):
+        await three
+    await stopping
+    with pytest.raises(Unavailable, match="is stopping"):
+        await made.set_role("decode")
 
 
-async def test_a_caller_that_goes_leaves_no_half_of_a_role(tmp_path: Path) -> None:
-    async with movers(tmp_path) as m:
-        worker = m.at(0)
-        await busy(m)
-        changing: Any = asyncio.create_task(worker.set_role("prefill"))
-        await until(lambda: worker.is_draining)
-        changing.cancel()  # and with it the call
-        with contextlib.suppress(asyncio.CancelledError):
-            await changing
-        # It has been told of that when it has heard of what came after it.
-        with pytest.raises(InvalidArgument):
-            await worker.set_role("king")
-        worker.model.release()
-        await until(lambda: worker.status().role == "prefill" and not worker.is_draining)
+async def test_a_caller_that_goes_leaves_no_half_of_a_role(m: Movers) -> None:
+    worker = m.at(0)
+    await m.begin_held(1, SHORT, max_tokens=40)
+    changing: Any = asyncio.create_task(worker.set_role("prefill"))
+    await until(lambda: worker.is_draining)
+    changing.cancel()  # and with it the call
+    with contextlib.suppress(asyncio.CancelledError):
+        await changing
+    # It has been told of that when it has heard of what came after it.
+    with pytest.raises(InvalidArgument):
+        await worker.set_role("king")
+    worker.model.release()
+    await until(lambda: worker.status().role == "prefill" and not worker.is_draining)
 
 
-async def test_what_is_no_role_is_refused_by_name(tmp_path: Path) -> None:
-    async with movers(tmp_path) as m:
-        worker = m.at(0)
-        with pytest.raises(BatonError) as caught:
-            await worker.set_role("king")
-        assert isinstance(caught.value, InvalidArgument)
-        assert str(caught.value) == "role: 'king' is none of prefill, decode"
-        assert not worker.is_draining
-        key = await m.begin(0, PROMPT, max_tokens=3)
-        assert len((await m.streams[0].collect(key)).token_ids) == 3
+async def test_what_is_no_role_is_refused_by_name(m: Movers) -> None:
+    worker = m.at(0)
+    with pytest.raises(BatonError) as caught:
+        await worker.set_role("king")
+    assert isinstance(caught.value, InvalidArgument)
+    assert str(caught.value) == "role: 'king' is none of prefill, decode"
+    assert not worker.is_draining
+    key = await m.begin(0, PROMPT, max_tokens=3)
+    assert len((await m.streams[0].collect(key)).token_ids) == 3
 
 
 async def test_without_a_store_it_changes_all_the_same() -> None:

@@ -341,8 +341,7 @@ class Run:
 async def test_random_workloads_end_as_plain_decoding_does(
     kind: str, tmp_path: Path, redis: RedisServer, seed: int
 ) -> None:
-    """55 workloads of each kind in the long run, of 500 in all, with a model whose tokens show each
-    wrong byte. At random over a quantized cache."""
+    """55 of each kind in the long run; at random over a quantized cache."""
     rng = random.Random(f"path {kind} {seed}")
     maker = FakeMaker(tmp_path, kv_scale=rng.choice(["", "", "", "tensor", "block", "token_head"]))
     async with site(maker, tmp_path, redis, rng.choice(["auto", "store", "direct"])) as made:
@@ -354,8 +353,7 @@ async def test_random_workloads_end_as_plain_decoding_does(
 async def test_random_workloads_of_checkpoints_end_as_plain_decoding_does(
     tmp_path: Path, redis: RedisServer, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """60 workloads more, of all kinds in turn: real attention, an adapter, draft models and heads
-    loaded as settings name them."""
+    """60 of all kinds: real attention, an adapter, draft models and heads as settings name them."""
     rng = random.Random(f"path of checkpoints {seed}")
     maker = CheckpointMaker(tmp_path, rng)
     kinds = sorted(KINDS)

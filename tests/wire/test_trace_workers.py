@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process.trace_spans import TraceContext, parse_traceparent
 
 from engine.speculation.remote import DraftTraces
 from process import rpc
-from process.trace_spans import TraceContext, parse_traceparent
 from process.tracing import TracingSettings
 from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
@@ -30,6 +31,15 @@ def settings(receiver: OtlpReceiver) -> TracingSettings:
     return TracingSettings(endpoint=receiver.address, send_interval_s=0.02, stop_timeout_s=WAIT_S)
 
 
+@asynccontextmanager
+async def traced_pair(folder: Path, **options: Any) -> AsyncIterator[tuple[Pair, OtlpReceiver]]:
+    """A pair that tells a receiver; nothing is held in the end."""
+    with receiving() as receiver:
+        async with pair(folder, tracing=settings(receiver), **options) as p:
+            yield p, receiver
+            await p.check()
+
+
 async def traced(
     p: Pair, prompt: Sequence[int], parent: TraceContext | None, **options: Any
 ) -> Answer:
@@ -39,8 +49,7 @@ async def traced(
     reserve = p.reserve(prompt, **asked)
     reserve.traceparent = parent.traceparent if parent is not None else ""
     async with p.stream() as stream:
-        key = await stream.reserve(reserve)
-        assert (await stream.next(key)).WhichOneof("event") == "reserved"
+        key = await stream.begin(reserve)
         request = p.prefill_request(prompt, handover=handover, **asked)
         call = PrefillCall(
             p.prefill_stub,
@@ -89,17 +98,13 @@ def both_over(spans: Sequence[Received]) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport: str) -> None:
-    with receiving() as receiver:
-        async with pair(
-            tmp_path, transport=transport, chunk=BLOCK_SIZE, tracing=settings(receiver)
-        ) as p:
-            p.decode.core.draft_traces = Noting()
-            answer = await traced(p, PROMPT, TRACE)
-            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
-            spans = await asyncio.to_thread(receiver.wait, both_over)
-            await p.check()
-            node_id = p.store.node.node_id
-        spans = receiver.spans
+    async with traced_pair(tmp_path, transport=transport, chunk=BLOCK_SIZE) as (p, receiver):
+        p.decode.core.draft_traces = Noting()
+        answer = await traced(p, PROMPT, TRACE)
+        assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+        spans = await asyncio.to_thread(receiver.wait, both_over)
+        node_id = p.store.node.node_id
+    spans = receiver.spans
     assert {each.trace_id for each in spans} == {f"{0xA1:032x}"}
     prefill = only(spans, "baton-prefill", "serve prefill")
     decode = only(spans, "baton-decode", "serve decode")
@@ -158,19 +163,16 @@ async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport:
 
 
 async def test_chunks_that_decode_computes_itself_are_spans_there(tmp_path: Path) -> None:
-    with receiving() as receiver:
-        async with pair(tmp_path, chunk=BLOCK_SIZE, tracing=settings(receiver)) as p:
-            reserve = p.reserve(PROMPT, max_tokens=NUM_TOKENS)
-            reserve.traceparent = TRACE.traceparent
-            async with p.stream() as stream:
-                key = await stream.reserve(reserve)
-                assert (await stream.next(key)).WhichOneof("event") == "reserved"
-                command = decode_pb2.GenerateFromHandle(computes_prompt=True)
-                await stream.generate_from(key, command)
-                answer = await stream.collect(key)
-            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
-            await p.check()
-        spans = receiver.spans
+    async with traced_pair(tmp_path, chunk=BLOCK_SIZE) as (p, receiver):
+        reserve = p.reserve(PROMPT, max_tokens=NUM_TOKENS)
+        reserve.traceparent = TRACE.traceparent
+        async with p.stream() as stream:
+            key = await stream.begin(reserve)
+            command = decode_pb2.GenerateFromHandle(computes_prompt=True)
+            await stream.generate_from(key, command)
+            answer = await stream.collect(key)
+        assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+    spans = receiver.spans
     decode = only(spans, "baton-decode", "serve decode")
     chunks = [each for each in under(spans, decode) if each.name == "prefill_chunk"]
     assert [each.attributes["baton.num_tokens"] for each in chunks] == [BLOCK_SIZE] * 3 + [2]
@@ -181,25 +183,22 @@ async def test_chunks_that_decode_computes_itself_are_spans_there(tmp_path: Path
 
 async def test_who_is_not_traced_leaves_nothing_at_the_workers(tmp_path: Path) -> None:
     silent = TraceContext(0xA1, 0xB2, False)
-    with receiving() as receiver:
-        async with pair(tmp_path, tracing=settings(receiver)) as p:
-            for number, parent in enumerate((None, silent)):
-                await traced(p, PROMPT, parent, name=f"r{number}")
-            await p.check()
-            assert not p.decode.core.draft_traces.is_on
-            counters = [p.prefill.core.tracing.counters, p.decode.core.tracing.counters]
-            assert [each.num_ended for each in counters] == [0, 0]
+    async with traced_pair(tmp_path) as (p, receiver):
+        for number, parent in enumerate((None, silent)):
+            await traced(p, PROMPT, parent, name=f"r{number}")
+        await p.check()
+        assert not p.decode.core.draft_traces.is_on
+        counters = [p.prefill.core.tracing.counters, p.decode.core.tracing.counters]
+        assert [each.num_ended for each in counters] == [0, 0]
     assert receiver.spans == []
 
 
 async def test_a_match_is_linked_to_the_traces_that_wrote_the_blocks(tmp_path: Path) -> None:
     """Across requests: who hits a prefix sees whose prefill it rests on."""
-    with receiving() as receiver:
-        async with pair(tmp_path, tracing=settings(receiver)) as p:
-            await traced(p, PROMPT, TRACE)
-            await traced(p, PROMPT, OTHER, name="again")
-            await p.check()
-        spans = receiver.spans
+    async with traced_pair(tmp_path) as (p, receiver):
+        await traced(p, PROMPT, TRACE)
+        await traced(p, PROMPT, OTHER, name="again")
+    spans = receiver.spans
     linked = [
         each
         for each in spans
@@ -216,13 +215,11 @@ async def test_meeting_another_nodes_store_is_part_of_the_request_and_no_more_of
     tmp_path: Path,
 ) -> None:
     """The handshake is; heartbeats to it, and the measuring of the way there, are nobody's."""
-    with receiving() as receiver:
-        async with pair(tmp_path, has_two_nodes=True, tracing=settings(receiver)) as p:
-            answer = await traced(p, PROMPT, TRACE)
-            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
-            await p.decode.core.links.settle()
-            await p.check()
-        spans = receiver.spans
+    async with traced_pair(tmp_path, has_two_nodes=True) as (p, receiver):
+        answer = await traced(p, PROMPT, TRACE)
+        assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+        await p.decode.core.links.settle()
+    spans = receiver.spans
     attach = only(spans, "baton-decode", "kv_attach")
     decode = only(spans, "baton-decode", "serve decode")
     assert attach.attributes["baton.transport"] == "grpc" and attach.parent_id == decode.span_id
@@ -235,21 +232,20 @@ async def test_meeting_another_nodes_store_is_part_of_the_request_and_no_more_of
 
 async def test_a_blocks_history_is_kept_at_the_store(tmp_path: Path) -> None:
     """Written by prefill, verified by decode: each with its worker and its trace."""
-    with receiving() as receiver:
-        async with pair(tmp_path, tracing=settings(receiver)) as p:
-            await traced(p, PROMPT, TRACE)
-            await p.check()
-            async with rpc.channel(p.store.address) as channel:
-                stub = kvstore_pb2_grpc.KvStoreStub(channel)
-                newest = await stub.GetBlockHistory(
-                    kvstore_pb2.GetBlockHistoryRequest(), timeout=WAIT_S
-                )
-                of_one = await stub.GetBlockHistory(
-                    kvstore_pb2.GetBlockHistoryRequest(
-                        chain_hash=newest.blocks[0].chain_hash[:6], max_blocks=5
-                    ),
-                    timeout=WAIT_S,
-                )
+    async with traced_pair(tmp_path) as (p, _):
+        await traced(p, PROMPT, TRACE)
+        await p.check()
+        async with rpc.channel(p.store.address) as channel:
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            newest = await stub.GetBlockHistory(
+                kvstore_pb2.GetBlockHistoryRequest(), timeout=WAIT_S
+            )
+            of_one = await stub.GetBlockHistory(
+                kvstore_pb2.GetBlockHistoryRequest(
+                    chain_hash=newest.blocks[0].chain_hash[:6], max_blocks=5
+                ),
+                timeout=WAIT_S,
+            )
     assert newest.keeps_history and newest.node_id
     histories = {block.chain_hash: block for block in newest.blocks}
     assert len(of_one.blocks) == 1 and of_one.blocks[0].chain_hash in histories
@@ -264,14 +260,10 @@ async def test_a_blocks_history_is_kept_at_the_store(tmp_path: Path) -> None:
 
 async def test_the_traceparent_in_a_message_is_checked_as_one_in_a_header(tmp_path: Path) -> None:
     assert parse_traceparent("00-nonsense") is None
-    with receiving() as receiver:
-        async with pair(tmp_path, tracing=settings(receiver)) as p:
-            reserve = p.reserve(PROMPT)
-            reserve.traceparent = "00-" + "\N{ARABIC-INDIC DIGIT ONE}" * 40
-            async with p.stream() as stream:
-                key = await stream.reserve(reserve)
-                assert (await stream.next(key)).WhichOneof("event") == "reserved"
-                await stream.cancel(key)
-                await stream.collect(key)
-            await p.check()
+    async with traced_pair(tmp_path) as (p, receiver):
+        reserve = p.reserve(PROMPT)
+        reserve.traceparent = "00-" + "\N{ARABIC-INDIC DIGIT ONE}" * 40
+        async with p.stream() as stream:
+            key = await stream.begin(reserve)
+            await stream.end(key)
     assert receiver.spans == []

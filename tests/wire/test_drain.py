@@ -1,13 +1,15 @@
-"""A decode worker, or its store, drains while a request is in each of its states, or ends meanwhile
-in each way: it moves with its KV, moves without, or is sent elsewhere, within the time there is;
-nothing stays held.
-"""
+"""Workers that drain. A decode worker, or its store, drains while a request is in each of its
+states, or ends meanwhile in each way; streams move at random moments, and the tokens do not show
+it. A prefill worker answers what was taken in, stores what is behind, waits for what is lent, and
+only then leaves the registry."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,29 @@ import pytest_asyncio
 
 from process.errors import Unavailable
 from protos import common_pb2
-from tests.harness.decode_movers import Movers, movers, release_when_taken_out
+from tests.conftest import third
+from tests.harness.bundled_pair import alone, bundled_engine
+from tests.harness.decode_movers import (
+    LEAVE_S,
+    Movers,
+    Told,
+    fake_engines,
+    movers,
+    release_when_taken_out,
+)
 from tests.harness.gated_engine import GatedModel, prompt_of
-from tests.harness.prefill_decode_pair import Sample, patient
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, Sample, pair, patient, whole
 from tests.harness.waiting import Deadlines, Gate, until
-from tests.harness.worker_probe import HeldWrites
+from tests.harness.worker_probe import Beats, HeldWrites
 
-pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("one_compile_process"),
+]
+
+# ---- in each state
+
 
 NUM_TOKENS = 40
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
@@ -65,9 +83,7 @@ async def held_in(m: Movers, state: str) -> AsyncIterator[Held]:
     stream, model = m.streams[0], m.at(0).model
     busy = None
     if state == "reserving":
-        model.hold()
-        busy = await m.begin(0, m.new_prompt(5), "busy", max_tokens=200)
-        await until(model.is_held.is_set)
+        busy = await m.begin_held(1, m.new_prompt(5), name="busy", max_tokens=200)
     key = await stream.reserve(m.reserve(prompt, "r", max_tokens=NUM_TOKENS))
     if state != "reserving":
         assert (await stream.next(key)).HasField("reserved")
@@ -177,9 +193,7 @@ async def test_a_request_may_end_while_it_is_told_to_leave(
 
 async def test_a_request_that_ends_in_the_step_before_does_not_move(m: Movers) -> None:
     model, prompt = m.at(0).model, m.new_prompt(10)  # one step
-    model.hold()
-    key = await m.begin(0, prompt, max_tokens=1)
-    await until(model.is_held.is_set)
+    key = await m.begin_held(1, prompt, max_tokens=1)
     m.leave(0)
     await asyncio.sleep(0)
     model.release()
@@ -195,10 +209,8 @@ async def test_a_store_that_takes_nothing_leaves_no_handle(tmp_path: Path, troub
     """Or one that is shorter. The next worker computes the rest, and says why."""
     store_bytes = 16 * 1024 * 1024 if trouble == "away" else 3 * 4096
     async with movers(tmp_path, store_bytes=store_bytes) as m:
-        sample, model, prompt = Sample(), m.at(0).model, m.new_prompt(30)
-        model.hold_at(5)
-        key = await m.begin(0, prompt, max_tokens=NUM_TOKENS)
-        await until(model.is_held.is_set)
+        sample, prompt = Sample(), m.new_prompt(30)
+        key = await m.begin_held(5, prompt, max_tokens=NUM_TOKENS)
         if trouble == "away":
             m.at(0).stall_store()
         release_when_taken_out(m, 0)
@@ -224,13 +236,10 @@ async def test_a_store_that_takes_nothing_leaves_no_handle(tmp_path: Path, troub
 async def test_what_leaves_inside_its_prompt_has_computed_no_more_than_that(
     m: Movers, n: int
 ) -> None:
-    """Chunks of 16 tokens, of which one or two are done; several samples leave without a handle,
-    and do not wait for the second one."""
+    """Chunks of 16; several samples leave without a handle, and wait for no second one."""
     sample, model, prompt = Sample(), m.at(0).model, m.new_prompt(60)
     before = m.at(0).status().num_prompt_tokens_computed
-    model.hold_at(2)
-    key = await m.begin(0, prompt, max_tokens=NUM_TOKENS, n=n)
-    await until(model.is_held.is_set)
+    key = await m.begin_held(2, prompt, max_tokens=NUM_TOKENS, n=n)
     if n == 1:
         release_when_taken_out(m, 0)
     m.leave(0)
@@ -252,9 +261,7 @@ async def test_what_is_cancelled_inside_its_prompt_has_computed_no_more_than_tha
     m: Movers,
 ) -> None:
     model = m.at(0).model
-    model.hold_at(2)
-    key = await m.begin(0, m.new_prompt(60), max_tokens=NUM_TOKENS)
-    await until(model.is_held.is_set)
+    key = await m.begin_held(2, m.new_prompt(60), max_tokens=NUM_TOKENS)
     await m.streams[0].cancel(key)
     leg = (await m.last_word(0, key, Sample())).finished.leg
     model.release()
@@ -280,10 +287,8 @@ async def test_several_samples_move_without_their_kv_and_go_on_exactly(m: Movers
     """Each was told how far it had come; what is computed again is counted."""
     prompt, model = m.new_prompt(30), m.at(0).model
     options: dict[str, Any] = {"n": 3, "temperature": 1.0, "max_tokens": 30}
-    model.hold_at(6)
-    key = await m.begin(0, prompt, **options)
+    key = await m.begin_held(6, prompt, **options)
     samples = [Sample() for _ in range(3)]
-    await until(model.is_held.is_set)
     m.leave(0)
     while not (event := await m.streams[0].next(key)).HasField("moved"):
         samples[event.tokens.sample_index].add(event.tokens)
@@ -304,10 +309,7 @@ async def test_a_handle_that_the_router_was_not_told_of_gives_its_leases_back(
     """The router does not read, and then its stream breaks."""
     HeldWrites(monkeypatch, "decode", until=lambda event: event.HasField("moved"))
     async with movers(tmp_path) as m:
-        model = m.at(0).model
-        model.hold_at(5)
-        await m.begin(0, m.new_prompt(30), max_tokens=NUM_TOKENS)
-        await until(model.is_held.is_set)
+        await m.begin_held(5, m.new_prompt(30), max_tokens=NUM_TOKENS)
         release_when_taken_out(m, 0)
         m.leave(0)
         await until(lambda: m.at(0).is_idle)
@@ -323,9 +325,7 @@ async def test_stopping_moves_what_runs_and_ends_in_time(tmp_path: Path, is_stuc
     limits = patient(drain_s=1.0 if is_stuck else 30.0)
     async with movers(tmp_path, limits=limits) as m:
         sample, model, prompt = Sample(), m.at(0).model, m.new_prompt(30)
-        model.hold_at(5)
-        key = await m.begin(0, prompt, max_tokens=NUM_TOKENS)
-        await until(model.is_held.is_set)
+        key = await m.begin_held(5, prompt, max_tokens=NUM_TOKENS)
         if not is_stuck:
             release_when_taken_out(m, 0)
         stopping = asyncio.create_task(m.workers[0].stop())
@@ -387,3 +387,229 @@ async def test_a_lease_that_is_not_given_back_does_not_keep_it(tmp_path: Path) -
 async def test_a_store_without_leases_ends_at_once(tmp_path: Path) -> None:
     async with movers(tmp_path) as m:
         assert await m.drain_store(20.0)
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+
+
+async def drained_meanwhile(
+    m: Movers, rng: random.Random, asks: list[tuple[list[int], dict[str, Any]]]
+) -> list[Told]:
+    """Run all at once; again and again, after some more tokens, whichever worker serves drains."""
+    num_tokens = 0
+    news = asyncio.Event()
+
+    def on_tokens() -> None:
+        nonlocal num_tokens
+        num_tokens += 1
+        news.set()
+
+    async def drain() -> None:
+        index = 0
+        while True:
+            wanted = num_tokens + rng.randint(1, 40)
+            while num_tokens < wanted:
+                news.clear()
+                await news.wait()
+            m.stay(1 - index)
+            m.leave(index, LEAVE_S)
+            await until(lambda index=index: not m.states(index), LEAVE_S + WAIT_S)
+            index = 1 - index
+
+    draining = asyncio.create_task(drain())
+    told = await asyncio.gather(*(m.follow(prompt, on_tokens, **ask) for prompt, ask in asks))
+    if draining.done():
+        draining.result()  # its error
+    draining.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining
+    for index in range(2):
+        m.stay(index)
+    return told
+
+
+def check_sums(told: Told, prompt: list[int]) -> None:
+    """A leg that drew had all of the prompt by its own account; one that moved before it did, no
+    more than that."""
+    ends = [moved.num_output_tokens[0] for moved in told.moved] + [len(told.sample.token_ids)]
+    for leg, before, end in zip(told.legs, [0, *ends], ends, strict=False):
+        total = leg.num_tokens_computed + leg.num_tokens_local
+        total += sum(count.num_tokens for count in leg.from_store)
+        assert total == len(prompt) if end > before else total <= len(prompt), (leg, before, end)
+
+
+def check_legs(told: Told, prompt: list[int]) -> None:
+    """Every leg behind a move had the prompt's KV by the handle, and what each says sums up."""
+    check_sums(told, prompt)
+    legs = zip(told.moved, told.legs[1:], told.had_handle[1:], strict=True)
+    for moved, leg, had_handle in legs:
+        if moved.reason == "missing":  # nothing was computed yet
+            assert moved.num_output_tokens[0] == 0 and not moved.HasField("handle")
+            assert not moved.HasField("leg")
+            continue
+        assert moved.HasField("handle") and moved.reason == "draining", moved
+        assert moved.HasField("leg")
+        num_left = len(prompt) + moved.num_output_tokens[0] - 1 - moved.handle.num_tokens
+        assert 0 <= num_left
+        if had_handle and moved.handle.num_tokens >= len(prompt):
+            assert leg.num_tokens_computed == 0 and not leg.recomputed, leg
+
+
+@pytest.mark.parametrize(
+    ("preemption", "is_ahead"),
+    third(itertools.product(["never", "recompute", "swap"], [False, True])),
+)
+async def test_moved_streams_draw_what_they_would_have_drawn(
+    tmp_path: Path, preemption: str, is_ahead: bool, seed: int, scale: Callable[[int], int]
+) -> None:
+    """60 rounds of 6 requests."""
+    rng = random.Random(seed)
+    fake, make_engine = GatedModel(), fake_engines(preemption=preemption, is_ahead=is_ahead)
+    num_moved = num_whole = 0  # of those that had drawn something
+    async with movers(tmp_path, make_engine=make_engine) as m:
+        round_ = 0
+        # A machine that is slow moves few; on and on until that shows something, too.
+        while round_ < scale(60) or num_moved <= scale(60):
+            assert round_ < 20 * scale(60), (num_moved, num_whole)
+            round_ += 1
+            asks = []
+            for place in range(6):
+                prompt = prompt_of(rng.randint(1, 40), start=rng.randint(1, 9) + place)
+                asks.append((list(prompt), {"max_tokens": rng.randint(1, 60)}))
+            told = await drained_meanwhile(m, rng, asks)
+            for one, (prompt, ask) in zip(told, asks, strict=True):
+                assert one.sample.token_ids == fake.generate(prompt, ask["max_tokens"]), round_
+                drawn = [moved for moved in one.moved if moved.num_output_tokens[0] > 0]
+                num_moved += len(drawn)
+                num_whole += sum(moved.HasField("handle") for moved in drawn)
+                if preemption == "never":
+                    check_legs(one, prompt)
+            await m.check()
+    assert num_whole > num_moved / 2, (num_moved, num_whole)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 7, "logprobs": 2},
+    {"temperature": 0.8, "seed": 8, "min_p": 0.02, "top_k": 40, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4, "logprobs": 0, "trace": True},
+    {"json_schema": SCHEMA, "ignore_eos": False, "temperature": 0.7, "seed": 3},
+    {"regex": "(ab|cd){3,30} [0-9]+", "ignore_eos": False, "temperature": 1.0, "seed": 5},
+    {"stop_token_ids": list(range(0, 2048, 17)), "temperature": 1.0, "seed": 11, "min_tokens": 9},
+    {"no_repeat_ngram": 2, "temperature": 0.5, "seed": 12},
+]
+
+
+async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
+    tmp_path: Path, seed: int, scale: Callable[[int], int]
+) -> None:
+    """20 rounds of all kinds at once, against one engine alone."""
+    rng = random.Random(seed)
+    reference = bundled_engine()
+    num_moved = 0
+    async with movers(tmp_path, make_engine=bundled_engine) as m:
+        round_ = 0
+        while round_ < scale(20) or num_moved < scale(20) * 4:
+            assert round_ < 20 * scale(20), num_moved
+            round_ += 1
+            asks = []
+            for kind in KINDS:
+                length = rng.choice([5, 16, 21, 40])
+                prompt = [rng.randrange(30, 2000) for _ in range(length)]
+                asks.append((prompt, {"max_tokens": 40, **kind}))
+            told = await drained_meanwhile(m, rng, asks)
+            for one, (prompt, ask) in zip(told, asks, strict=True):
+                # Not on the loop: what is under way there has deadlines.
+                (expected,) = await asyncio.to_thread(alone, reference, prompt, **ask)
+                assert one.sample.token_ids == expected.token_ids, (round_, ask)
+                assert one.sample.finish_reason == expected.finish_reason, (round_, ask)
+                num_tokens = len(one.sample.token_ids)
+                assert len(one.sample.logprobs) == (num_tokens if "logprobs" in ask else 0)
+                assert len(one.sample.traces) == (num_tokens if "trace" in ask else 0)
+                num_moved += len(one.moved)
+                check_legs(one, prompt)
+            await m.check()
+    reference.close()
+
+
+# ---- a prefill worker
+
+
+PROMPT = prompt_of(30, start=3)
+LONG = prompt_of(200, start=3)
+DIRECT = common_pb2.HANDOVER_PATH_DIRECT
+
+
+async def decoded(
+    p: Pair, reply: Any, prompt: tuple[int, ...] = PROMPT, name: str = "r"
+) -> list[int]:
+    """All tokens, of a handle that must be of use."""
+    answer = await p.decode_from(reply, prompt, name=name)
+    assert answer.leg.num_tokens_computed == 0 and not answer.recomputed
+    return answer.token_ids
+
+
+async def test_what_was_taken_in_is_answered_and_what_is_new_is_not(tmp_path: Path) -> None:
+    async with pair(tmp_path, limits=patient(drain_s=60.0), prefill_blocks=64) as p:
+        beats = Beats(p.at_prefill)
+        p.prefill_model.hold()
+        calls = {}
+        for name in ("running", "queued"):  # the second waits for the first one's blocks
+            calls[name] = p.call(LONG, name=name)
+            await until(lambda: len(p.at_prefill.states()) == len(calls))
+        await until(p.prefill_model.is_held.is_set)
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.at_prefill.is_draining)
+        assert beats.told == ["draining"]
+        with pytest.raises(Unavailable, match="draining") as refused:
+            await p.run_prefill(PROMPT, name="new")
+        assert refused.value.retry_after_s == 0
+        p.prefill_model.release()
+        for name, call in calls.items():
+            tokens = await decoded(p, await whole(call), LONG, name)
+            assert tokens == p.expected(LONG, 8)
+        await stopping
+        assert beats.told == ["draining", "gone, 0 live, 0 lent"]
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_lent_blocks_are_waited_for_as_long_as_there_is_time(
+    tmp_path: Path, is_taken: bool
+) -> None:
+    async with pair(tmp_path, limits=patient(drain_s=60.0 if is_taken else 0.3)) as p:
+        beats = Beats(p.at_prefill)
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.at_prefill.is_draining)
+        if is_taken:
+            assert beats.told == ["draining"]
+            assert await decoded(p, reply) == p.expected(PROMPT, 8)
+        await stopping
+        num_lent = 0 if is_taken else 8
+        assert beats.told == ["draining", f"gone, 0 live, {num_lent} lent"]
+
+
+async def test_a_prompt_without_a_handle_is_stored_before_it_ends(tmp_path: Path) -> None:
+    async with pair(tmp_path, limits=patient(drain_s=60.0)) as p:
+        gate = p.at_prefill.home.hold("put")
+        await whole(p.call(PROMPT, max_tokens=1, wants_handle=False))
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.at_prefill.is_draining)
+        gate.open()
+        await stopping
+        assert not p.at_prefill.not_stored_behind
+        assert p.num_stored(PROMPT) == 7
+
+
+async def test_blocks_behind_the_answer_are_stored_before_it_ends(tmp_path: Path) -> None:
+    async with pair(tmp_path, limits=patient(drain_s=60.0)) as p:
+        gate = p.at_prefill.home.hold("put")
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
+        assert reply.leg.num_blocks_behind == 7
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.at_prefill.is_draining)
+        assert await decoded(p, reply) == p.expected(PROMPT, 8)
+        gate.open()
+        await stopping
+        assert not p.at_prefill.not_stored_behind
+        assert p.num_stored(PROMPT) == 7

@@ -1,9 +1,10 @@
-"""A decode request is cancelled, out of time, loses its stream or its store in each of its states:
-nothing stays held, tokens stay exact, and what was computed again is counted by reason.
-"""
+"""A request is cancelled, out of time, loses its stream or its store in each of its states: nothing
+stays held or lent, tokens stay exact, what was computed again is counted by reason, and the next
+request is served as if nothing had been."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,22 +13,234 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
+from process.errors import Cancelled, DeadlineExceeded, NoCapacity
 from protos import common_pb2
-from tests.harness.handles import partial
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.handles import blocks_of, partial
 from tests.harness.prefill_decode_pair import (
-    LEASE_TTL_S,
+    WAIT_S,
     Pair,
     PrefillCall,
     RouterStream,
     pair,
     patient,
+    whole,
 )
 from tests.harness.waiting import Deadlines, Gate, until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
 
-STATES = ["reserving", "reserved", "prefetching", "fetching", "running"]
+# ---- a prefill request, through the store or lending its own blocks
+
+
+STORE = common_pb2.HANDOVER_PATH_STORE
+DIRECT = common_pb2.HANDOVER_PATH_DIRECT
+PREFILL_STATES = {
+    "queued": "queued",
+    "matching": "fetching",
+    "copying": "fetching",
+    "computing": "computing",
+    "storing": "storing",
+}
+LENDING = {
+    "queued": "queued",
+    "matching": "fetching",
+    "computing": "computing",
+    "lending early": "computing",
+    "lending": "storing",
+}
+CASES = [(STORE, state) for state in PREFILL_STATES] + [(DIRECT, state) for state in LENDING]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """One whose prefill worker has room for one long prompt."""
+    async with pair(tmp_path_factory.mktemp("pair"), prefill_blocks=64) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def held_prefill(p: Pair, state: str, handover: int = STORE) -> AsyncIterator[PrefillCall]:
+    """A call that stays in `state`; the way is free again at the end."""
+    prompt, home = p.new_prompt(30), p.at_prefill.home
+    gate: Gate | None = None
+    filler: asyncio.Task[Any] | None = None
+    if state == "queued":
+        p.prefill_model.hold()
+        filler = asyncio.create_task(
+            p.run_prefill(p.new_prompt(250), name="filler", wants_handle=False)
+        )
+        await until(p.prefill_model.is_held.is_set)
+    elif state == "matching":
+        gate = home.hold("match")
+    elif state == "copying":
+        await p.run_prefill(prompt, name="before", wants_handle=False)
+        await p.forget()
+        gate = home.hold("get")
+    elif state == "computing":
+        p.prefill_model.hold()
+    elif state == "storing":
+        gate = home.hold("put")
+    else:
+        gate = p.at_prefill.hold_sealing()
+        if state == "lending early":
+            p.prefill_model.hold_at(2)
+        else:
+            prompt = prompt[:10]  # one step: there is no partial handle
+    call = p.call(prompt, handover=handover)
+    try:
+        if gate is not None:
+            await gate.wait_entered()
+        await until(lambda: (PREFILL_STATES | LENDING)[state] in p.at_prefill.states())
+        yield call
+    finally:
+        p.prefill_model.release()
+        if gate is not None:
+            gate.open()
+        if filler is not None:
+            await filler
+        call.vanish()
+
+
+async def assert_served(p: Pair, handover: int = 0) -> None:
+    """The worker is as good as new."""
+    await p.check()
+    prompt = p.new_prompt(35)
+    answer = await p.generate(prompt, name="after", handover=handover)
+    assert answer.token_ids == p.expected(prompt, 8)
+    assert answer.leg.num_tokens_computed == 0
+    await p.check()
+
+
+@pytest.mark.parametrize(("handover", "state"), CASES)
+async def test_cancel_in_each_state_leaves_nothing(p: Pair, handover: int, state: str) -> None:
+    async with held_prefill(p, state, handover) as call:
+        call.cancel()
+        assert isinstance(await call.error(), Cancelled)
+        if "computing" not in (state, LENDING.get(state)):
+            # There the abort comes after the step that is held.
+            await until(lambda: (PREFILL_STATES | LENDING)[state] not in p.at_prefill.states())
+    await assert_served(p, handover)
+
+
+@pytest.mark.parametrize(("handover", "state"), CASES)
+async def test_the_deadline_ends_it_in_each_state(
+    p: Pair, handover: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is: the next test says whose it is."""
+    deadlines = Deadlines(monkeypatch)
+    async with held_prefill(p, state, handover) as call:
+        deadlines.end_prefill()
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(whole(call), WAIT_S)
+    await assert_served(p, handover)
+
+
+@pytest.mark.parametrize("whose", ["request", "worker"])
+async def test_the_deadline_is_the_one_that_was_asked_for_or_the_workers(
+    tmp_path: Path, whose: str
+) -> None:
+    limits = patient(default_budget_s=0.2 if whose == "worker" else 60.0)
+    async with pair(tmp_path, limits=limits) as p:
+        p.prefill_model.hold()
+        request = p.prefill_request(p.new_prompt(30))
+        timeout_s = 0.2 if whose == "request" else None
+        call = p.call(request, timeout_s=timeout_s)
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(whole(call), WAIT_S)
+        p.prefill_model.release()
+        await p.check()
+
+
+@pytest.mark.parametrize("state", PREFILL_STATES)
+async def test_the_store_dies_in_each_state_and_the_answer_still_comes(p: Pair, state: str) -> None:
+    async with held_prefill(p, state) as call:
+        home = p.at_prefill.home
+        await p.kill_store()
+        await until(lambda: home.is_broken)
+        p.prefill_model.release()
+        Gate.open_all()
+        reply = await asyncio.wait_for(whole(call), WAIT_S)
+    assert list(reply.token_ids) == p.expected(call.prompt, 1)
+    leg = reply.leg
+    num_from_store = sum(count.num_tokens for count in leg.from_store)
+    assert leg.num_tokens_computed + leg.num_tokens_local + num_from_store == len(call.prompt)
+    await p.check()
+    await p.start_store()
+    await p.reattached()
+    await assert_served(p)
+
+
+async def test_a_router_that_is_gone_before_the_answer_is_a_cancel(p: Pair) -> None:
+    p.prefill_model.hold()
+    async with p.own_prefill_stub() as stub:
+        call = PrefillCall(stub, p.prefill_request(p.new_prompt(30)), timeout_s=WAIT_S)
+        await until(p.prefill_model.is_held.is_set)
+    with pytest.raises((asyncio.CancelledError, Cancelled)):
+        await whole(call)
+    call.vanish()
+    p.prefill_model.release()
+    await until(lambda: not p.at_prefill.states())
+
+
+async def test_first_come_first_served_even_when_a_later_one_would_fit(p: Pair) -> None:
+    """Room for the small one is there while the large one waits before it."""
+    p.prefill_model.hold()
+    granted = p.at_prefill.watch_reservations()
+    tasks = []
+    for name, num_tokens in (("filler", 200), ("large", 240), ("small", 8)):
+        num = len(p.at_prefill.states())
+        asked = p.run_prefill(p.new_prompt(num_tokens), name=name, wants_handle=False)
+        tasks.append(asyncio.create_task(asked))
+        await until(lambda num=num: len(p.at_prefill.states()) == num + 1)
+        if name == "filler":
+            await until(p.prefill_model.is_held.is_set)
+    p.prefill_model.release()
+    await asyncio.gather(*tasks)
+    assert granted.index("filler") < granted.index("large") < granted.index("small")
+
+
+async def test_a_full_queue_refuses_with_a_retry_time(tmp_path: Path) -> None:
+    limits = patient(max_waiting_requests=1)
+    async with pair(tmp_path, prefill_blocks=64, limits=limits) as p:
+        async with held_prefill(p, "queued") as call:
+            with pytest.raises(NoCapacity) as caught:
+                await p.run_prefill(p.new_prompt(100), name="one too many")
+            assert caught.value.retry_after_s is not None
+            call.cancel()
+        await p.check()
+
+
+async def test_room_for_whole_blocks_only_is_waited_for(p: Pair) -> None:
+    """It comes without another request's help."""
+    async with held_prefill(p, "queued") as call:
+        p.prefill_model.release()
+        reply = await asyncio.wait_for(whole(call), WAIT_S)
+    assert list(reply.token_ids) == p.expected(call.prompt, 1)
+    assert reply.handle.num_tokens == len(call.prompt)
+    assert len(blocks_of(reply.handle.runs[0])) == len(call.prompt) // BLOCK_SIZE
+    await p.check(leases=1)
+    p.at_prefill.release_later(reply.handle)
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK_SIZE - 1, BLOCK_SIZE])
+async def test_a_store_is_asked_only_for_what_it_can_have(p: Pair, num_tokens: int) -> None:
+    """Full blocks: a shorter prompt's first token waits for no answer of a store."""
+    home, prompt = p.at_prefill.home, p.new_prompt(num_tokens)
+    asked = home.watch("match")
+    answer = await p.generate(prompt)
+    home.restore("match")
+    assert answer.token_ids == p.expected(prompt, 8)
+    assert answer.leg.num_tokens_computed == 0  # it came by the store, its tail with it
+    assert [len(hashes) for (hashes, *_), _ in asked] == [1] * (num_tokens // BLOCK_SIZE)
+
+
+# ---- a decode request
+
+
+DECODE_STATES = ["reserving", "reserved", "prefetching", "fetching", "running"]
 
 
 @dataclass
@@ -46,7 +259,7 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def held_in(p: Pair, state: str) -> AsyncIterator[Held]:
+async def held_decode(p: Pair, state: str) -> AsyncIterator[Held]:
     """A request that stays in a state; the way is free again at the end."""
     prompt, other_prompt = p.new_prompt(30), p.new_prompt(5)
     reply = await p.run_prefill(prompt)
@@ -93,42 +306,33 @@ async def assert_settled(p: Pair, held: Held) -> None:
     await assert_served(p)
 
 
-async def assert_served(p: Pair) -> None:
-    await p.check()
-    prompt = p.new_prompt(35)
-    answer = await p.generate(prompt, name="after")
-    assert answer.token_ids == p.expected(prompt, 8)
-    assert answer.leg.num_tokens_computed == 0
-    await p.check()
-
-
-@pytest.mark.parametrize("state", STATES)
-async def test_cancel_in_each_state_is_told_and_leaves_nothing(p: Pair, state: str) -> None:
-    async with held_in(p, state) as held:
-        await held.stream.cancel(held.key)
-        answer = await held.stream.collect(held.key)
-        assert answer.finished is not None
+@pytest.mark.parametrize("state", DECODE_STATES)
+async def test_a_decode_request_that_is_cancelled_in_each_state_is_told_and_leaves_nothing(
+    p: Pair, state: str
+) -> None:
+    async with held_decode(p, state) as held:
+        answer = await held.stream.end(held.key)
         assert answer.finished.finish_reason == common_pb2.FINISH_REASON_CANCELLED
         assert not held.is_there(p)
     assert answer.token_ids == []
     await assert_settled(p, held)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", DECODE_STATES)
 async def test_a_broken_stream_cancels_its_requests_in_each_state(p: Pair, state: str) -> None:
-    async with held_in(p, state) as held:
+    async with held_decode(p, state) as held:
         await held.stream.close()
         await until(lambda: not held.is_there(p))
     await assert_settled(p, held)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", DECODE_STATES)
 async def test_the_budget_ends_it_in_each_state(
     p: Pair, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reservation whose handle never comes expires, too."""
     deadlines = Deadlines(monkeypatch)
-    async with held_in(p, state) as held:
+    async with held_decode(p, state) as held:
         await deadlines.end_decode(p.at_decode, held.key)
         answer = await held.stream.collect(held.key)
         assert answer.failed is not None
@@ -144,12 +348,13 @@ async def test_the_budget_is_the_one_that_was_asked_for(p: Pair) -> None:
         answer = await stream.collect(key)
     assert answer.failed is not None
     assert answer.failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-    await p.check()
 
 
-@pytest.mark.parametrize("state", STATES)
-async def test_the_store_dies_in_each_state_and_the_tokens_still_come(p: Pair, state: str) -> None:
-    async with held_in(p, state) as held:
+@pytest.mark.parametrize("state", DECODE_STATES)
+async def test_the_store_dies_in_each_state_of_decode_and_the_tokens_still_come(
+    p: Pair, state: str
+) -> None:
+    async with held_decode(p, state) as held:
         home = p.at_decode.home
         await p.kill_store()
         await until(lambda: home.is_broken)
@@ -238,11 +443,9 @@ async def test_no_room_is_refused_with_a_retry_time_and_too_long_for_good(tmp_pa
         assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert refused.message.startswith("prompt_token_ids")
         assert not refused.HasField("retry_after_s")
-        await stream.cancel(first)
-        assert (await stream.collect(first)).finished is not None
+        await stream.end(first)
         again = await stream.begin(p.reserve(p.new_prompt(100), name="b"))
-        await stream.cancel(again)
-        await stream.collect(again)
+        await stream.end(again)
         await p.check()
 
 
@@ -254,8 +457,7 @@ async def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
         assert [event.WhichOneof("event") for event in events] == ["reserved", "reserved", "failed"]
         assert events[2].failed.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         for key in keys[:2]:
-            await stream.cancel(key)
-            await stream.collect(key)
+            await stream.end(key)
         await p.check()
 
 
@@ -266,8 +468,7 @@ async def test_a_request_that_decodes_no_longer_waits(tmp_path: Path) -> None:
         assert (await stream.next(first)).HasField("tokens")
         second = await stream.begin(p.reserve(p.new_prompt(5), name="second"))
         for key in (first, second):
-            await stream.cancel(key)
-            assert (await stream.collect(key)).finished is not None
+            await stream.end(key)
         await p.check()
 
 
@@ -282,28 +483,23 @@ async def test_commands_that_do_not_fit_are_answered_under_their_key(p: Pair) ->
         assert taken.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
         await stream.in_order()  # by a command that says nothing
         await stream.cancel(77_778)  # over already, or never there: nothing to say
-        await stream.cancel(key)
-        assert (await stream.collect(key)).finished is not None
-    await p.check()
+        await stream.end(key)
 
 
 async def test_outputs_that_do_not_fit_give_the_leases_back(p: Pair) -> None:
     """Else they would only lapse, later than the check waits."""
     prompt = p.new_prompt(40)
     async with p.reserved(prompt) as (stream, key):
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=LEASE_TTL_S)
-        first, account = await call.answer()
+        first, account = await p.call(prompt).answer()
         assert (await p.store_status()).num_leases == 1
         await stream.go_on(key, [first.token_ids] * 2, handle=account.handle)
         assert (await stream.next(key)).failed.message.startswith("outputs: ")
-    await p.check()
 
 
 async def test_leases_are_given_back_for_the_request_that_they_were_made_for(p: Pair) -> None:
     """Also when it is over by then; what sends them under another key takes none's."""
     async with p.reserved(p.new_prompt(30), name="own") as (stream, key):
-        await stream.cancel(key)
-        await stream.collect(key)
+        await stream.end(key)
         replies = []
         for name, under in (("a", 77_777), ("b", key), ("own", key)):
             replies.append(await p.run_prefill(p.new_prompt(40), name=name))
@@ -312,7 +508,6 @@ async def test_leases_are_given_back_for_the_request_that_they_were_made_for(p: 
             assert (await p.store_status()).num_leases >= min(len(replies), 2)
     await p.check(leases=2)
     p.at_prefill.release_later(replies[0].handle, replies[1].handle)
-    await p.check()
 
 
 async def test_a_router_that_only_stops_commanding_still_gets_its_tokens(p: Pair) -> None:
@@ -325,7 +520,6 @@ async def test_a_router_that_only_stops_commanding_still_gets_its_tokens(p: Pair
         answer = await stream.collect(key)
         assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, 8)
         assert await stream.ended() is grpc.StatusCode.OK
-    await p.check()
 
 
 async def test_one_message_carries_a_whole_step(p: Pair) -> None:
@@ -350,7 +544,6 @@ async def test_one_message_carries_a_whole_step(p: Pair) -> None:
         assert num_tokens >= 4 * 30, "most steps of four requests must ride together"
         steps = [m.step for m in stream.messages]
         assert steps == sorted(steps)
-    await p.check()
 
 
 async def test_a_long_prompt_holds_up_no_answer_that_is_drawn(p: Pair) -> None:
@@ -374,4 +567,71 @@ async def test_a_long_prompt_holds_up_no_answer_that_is_drawn(p: Pair) -> None:
             num_drawn += len(event.tokens.token_ids)
         # 150 tokens in steps of at most 16.
         assert num_drawn >= 9
-    await p.check()
+
+
+# ---- places in a decode worker's steps
+
+
+NUM_PLACES = 8
+
+
+async def _reserve(p: Pair, stream: RouterStream, number: int, **sampling: Any) -> int:
+    return await stream.reserve(p.reserve(prompt_of(5, start=number), name=str(number), **sampling))
+
+
+async def _kind(stream: RouterStream, key: int) -> str | None:
+    return (await stream.next(key)).WhichOneof("event")
+
+
+async def test_places_are_given_in_order_and_none_begins_without(tmp_path: Path) -> None:
+    async with pair(tmp_path) as p:
+        async with p.stream() as stream:
+            held = [await _reserve(p, stream, number) for number in range(NUM_PLACES)]
+            for key in held:
+                assert await _kind(stream, key) == "reserved"
+            one = await _reserve(p, stream, 11)
+            three = await _reserve(p, stream, 12, n=3)
+            last = await _reserve(p, stream, 13)
+            for key in (one, three, last):
+                assert await _kind(stream, key) == "queued"
+            assert (p.at_decode.status().num_free_places, p.at_decode.num_in_line) == (0, 3)
+            await stream.end(held.pop())
+            assert await _kind(stream, one) == "reserved"
+            for _ in range(2):
+                await stream.end(held.pop())
+            # Two are free, the next in line needs three, and none passes it.
+            newcomer = await _reserve(p, stream, 14)
+            assert await _kind(stream, newcomer) == "queued"
+            assert p.at_decode.num_in_line == 3
+            await stream.end(held.pop())
+            assert await _kind(stream, three) == "reserved"
+            # What leaves the line holds up none behind it.
+            await stream.end(last)
+            await stream.end(three)
+            assert await _kind(stream, newcomer) == "reserved"
+            assert p.at_decode.num_in_line == 0
+        await p.check()
+
+
+async def test_an_answer_that_has_begun_has_blocks_at_once_and_the_next_place(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as p, p.stream() as stream:
+        held = [await _reserve(p, stream, number) for number in range(NUM_PLACES)]
+        for key in held:
+            assert await _kind(stream, key) == "reserved"
+        waiting = await _reserve(p, stream, 11)
+        assert await _kind(stream, waiting) == "queued"
+        prompt = prompt_of(9, start=12)
+        first = p.expected(prompt, 8)[:1]
+        moved = await stream.reserve(p.reserve(prompt, name="begun", has_begun=True))
+        assert await _kind(stream, moved) == "reserved"
+        await stream.compute(moved, first, is_told=True)
+        await stream.end(held[0])
+        answer = await stream.collect(moved)
+        assert first + answer.token_ids == p.expected(prompt, 8)
+        assert await _kind(stream, waiting) == "reserved"
+        keys = [event.key for message in stream.messages for event in message.events]
+        assert keys.index(moved) < len(keys) - 1 == keys.index(waiting, keys.index(moved))
+        for key in (*held[1:], waiting):
+            await stream.end(key)

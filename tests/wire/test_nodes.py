@@ -1,14 +1,16 @@
-"""A prefix that lies at another node's store is fetched from there, verified, and copied home; what
+"""Several nodes. A prefix that lies at another node's store is fetched from there by prefill,
+verified, and copied home; a handle whose blocks lie in other nodes' stores is fetched part by part
+by decode, over the transport for other nodes, and each lease given back where it was granted. What
 does not come is computed and counted by reason. A request that is cancelled, out of time, or loses
-that store meanwhile leaves nothing held at any node. With real stores over the gRPC transport.
-"""
+that store meanwhile leaves nothing held at any node. With real stores."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ import pytest_asyncio
 from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, GatedModel, prompt_of
-from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, whole
+from tests.harness.handles import blocks_of, partial, sign, split
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, Pair, PrefillCall, pair, whole
 from tests.harness.prefill_nodes import Node, Nodes, nodes, way
 from tests.harness.waiting import Deadlines, Gate, until
 
@@ -77,8 +79,7 @@ async def test_the_second_node_s_hit_comes_from_the_first_node_s_store(n: Nodes)
     assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
     assert reply.handle.tail.node_id == "store-1"
     assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
     await n.forget(n[1])
     await n[0].kill_store()
     again = await n.run(n[1], prompt, name="again", wants_handle=False)
@@ -108,8 +109,7 @@ async def test_device_then_home_then_the_other_node(n: Nodes) -> None:
     assert moved["shm"].num_bytes_written == reply.leg.num_bytes_written > 0
     assert moved["grpc"].num_bytes_written == 0
     assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
 
 
 async def test_a_prefix_over_three_nodes(n: Nodes) -> None:
@@ -122,8 +122,7 @@ async def test_a_prefix_over_three_nodes(n: Nodes) -> None:
     tokens = {"store-0": 3, "store-1": 3, "store-2": 4}
     assert tokens_by_node(reply) == {name: 4 * count for name, count in tokens.items()}
     assert n[0].holds(n[0].hashes(prompt)) == NUM_FULL
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
 
 
 async def test_a_cold_prefix_stays_where_it_is_and_the_handle_has_two_runs(tmp_path: Path) -> None:
@@ -149,8 +148,7 @@ async def test_a_cold_prefix_stays_where_it_is_and_the_handle_has_two_runs(tmp_p
             assert reply.handle.num_tokens == len(longer)
             assert n[0].holds(hashes) == num_longer
             assert n[1].holds(hashes) == (num_longer if is_copied else 4)
-            await n.release(reply.handle)
-            await n.check()
+            await n.check(reply.handle)
             await n.forget(n[1])
 
 
@@ -164,8 +162,7 @@ async def test_home_is_away_and_the_other_node_takes_what_comes(n: Nodes) -> Non
     assert recomputed(reply) == {"store_unavailable": 4}
     assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
     assert n[0].holds(n[0].hashes(prompt)) == NUM_FULL
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
     await n.restart_store(n[1])
 
 
@@ -237,8 +234,7 @@ async def test_what_cannot_be_used_is_computed_and_counted(
     assert recomputed(reply) == reasons
     assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
     assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
 
 
 async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
@@ -265,8 +261,7 @@ async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
         assert tokens_by_node(reply) == {"store-1": 16, "store-0": 24}
         assert not reply.leg.not_stored
         assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-        await n.release(reply.handle)
-        await n.check()
+        await n.check(reply.handle)
 
 
 async def test_home_dies_during_the_pull_and_the_other_node_takes_what_comes(n: Nodes) -> None:
@@ -284,8 +279,7 @@ async def test_home_dies_during_the_pull_and_the_other_node_takes_what_comes(n: 
     far.restore("match")
     assert tokens_by_node(reply) == {"store-0": 24}
     assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
     await n.restart_store(n[1])
 
 
@@ -301,8 +295,7 @@ async def test_what_came_before_the_time_ran_out_is_used(tmp_path: Path) -> None
         assert tokens_by_node(reply) == {"store-0": 6 * BLOCK_SIZE}
         assert recomputed(reply) == {"deadline": 4}
         assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
-        await n.release(reply.handle)
-        await n.check()
+        await n.check(reply.handle)
 
 
 async def test_a_bad_block_at_home_comes_from_the_other_node(n: Nodes) -> None:
@@ -319,9 +312,7 @@ async def test_a_bad_block_at_home_comes_from_the_other_node(n: Nodes) -> None:
     await n.check()
 
 
-async def test_after_a_transfer_that_ran_out_of_time_no_other_writes_there(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_transfer_that_ran_out_of_time_no_other_writes_there(tmp_path: Path) -> None:
     """Its blocks may still be written into; a second store's bytes must not go there."""
     # The client of the late store is dropped: what it may have pinned there lapses.
     async with nodes(tmp_path, num_nodes=3, lease_ttl_s=2.0) as n:
@@ -337,8 +328,7 @@ async def test_after_a_transfer_that_ran_out_of_time_no_other_writes_there(
         assert len(late.block_ids) == NUM_FULL
         late.settle()
         await n[1].quarantined(0)
-        await n.release(reply.handle)
-        await n.check()
+        await n.check(reply.handle)
 
 
 @pytest.mark.parametrize(
@@ -365,10 +355,7 @@ async def test_hints_that_no_router_makes_are_refused_by_name(
 async def test_any_prefix_anywhere_gives_the_same_answer(
     tmp_path: Path, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """Random prompts with random parts at random nodes, hints that are right, short or too long,
-    stores that forget: the token is right, the accounts add up, no store has a gap, nothing
-    stays pinned.
-    """
+    """Hints that are right, short or too long, and stores that forget."""
     rng = random.Random(seed)
     async with nodes(tmp_path, num_nodes=3, replicate_after_hits=1, num_frames=96) as n:
         for number in range(scale(400)):
@@ -392,8 +379,7 @@ async def test_any_prefix_anywhere_gives_the_same_answer(
             for node in n.all:
                 node.holds(hashes)
             assert reply.handle.num_tokens == len(prompt), reply.leg
-            await n.release(reply.handle)
-        await n.check()
+            await n.check(reply.handle)
 
 
 # ---- in each state
@@ -442,8 +428,7 @@ async def assert_served(n: Nodes) -> None:
     await n.check()
     for node in n.all[:2]:
         reply = await n.run(node, n.new_prompt(35), name="after")
-        await n.release(reply.handle)
-    await n.check()
+        await n.check(reply.handle)
 
 
 def _with_policy_of(state: str, n: Nodes, cold: Nodes) -> Nodes:
@@ -490,8 +475,7 @@ async def test_the_other_node_s_store_dies_in_each_state_and_the_answer_still_co
     reasons = {count.reason for count in (*leg.recomputed, *leg.not_stored)}
     assert reasons <= {"store_unavailable", "transport"}
     assert reasons, "it was counted"
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
     await n.restart_store(n[0])
     await assert_served(n)
 
@@ -505,8 +489,7 @@ async def test_a_silent_store_costs_its_budget_and_not_the_request(tmp_path: Pat
         reply = await n.run(n[1], prompt, [n[0].hint(0, 10)])
         far.speak()
         assert recomputed(reply) == {"deadline": 10}
-        await n.release(reply.handle)
-        await n.check()
+        await n.check(reply.handle)
 
 
 async def test_a_cancel_while_bytes_come_keeps_their_blocks_out_of_use_until_none_can_come(
@@ -560,7 +543,224 @@ async def test_a_lease_that_ends_during_the_pull_costs_no_answer(
     last.restore("match")
     assert reply.leg.num_tokens_computed == 2 and not reply.leg.not_stored
     assert reply.handle.num_tokens == len(prompt)
-    await n.release(reply.handle)
-    await n.check()
+    await n.check(reply.handle)
     if where == "home is gone":
         await n.restart_store(n[1])
+
+
+# ---- decode
+
+
+NUM_FAR = 30
+NUM_BLOCKS = 8  # seven full ones and the tail
+SIZE = 4
+HOME = "decode-home"
+
+SpoilHandle = Callable[[common_pb2.KvHandle], Awaitable[None]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Prefill beside its store, and a decode worker that has another store at home."""
+    async with pair(tmp_path_factory.mktemp("pair"), has_two_nodes=True) as made:
+        yield made
+
+
+@pytest.fixture
+def far(p: Pair) -> str:
+    """The prefill worker's node."""
+    return p.node_id
+
+
+def transports(answer: Answer) -> dict[str, str]:
+    """By the node that was read."""
+    return {count.node_id: count.transport for count in answer.leg.from_store}
+
+
+async def generate(p: Pair, prompt: Sequence[int], spoil: SpoilHandle | None = None) -> Answer:
+    """A request whose handle may be spoiled, and is signed again."""
+    async with p.reserved(prompt) as (stream, key):
+        reply = await p.run_prefill(prompt)
+        if spoil is not None:
+            await spoil(reply.handle)
+            sign(p, reply.handle)
+        answer = await stream.answer(key, reply)
+    assert answer.token_ids == p.expected(prompt, 8)
+    leg = answer.leg
+    num_from_store = sum(tokens_by_node(answer).values())
+    assert leg.num_tokens_computed + leg.num_tokens_local + num_from_store == len(prompt)
+    return answer
+
+
+async def forget(p: Pair) -> None:
+    """Push everything out of decode's device cache; its store keeps it, once it has it."""
+    await p.check()
+    for _ in range(5):
+        async with p.reserved(p.new_prompt(200), name="filler", max_tokens=40) as (stream, key):
+            await stream.compute(key)
+            await stream.collect(key)
+    await p.check()
+
+
+async def failed_writes(p: Pair) -> dict[tuple[str, ...], float]:
+    """Blocks that decode's puts failed to store, by reason."""
+    shown = await p.at_decode.metrics()
+    return {
+        name: value
+        for name, value in shown.items()
+        if name[0] == "baton_transfer_failed_blocks_total" and "write" in name and value
+    }
+
+
+async def put_again(p: Pair) -> float:
+    """Blocks that decode put again with what they follow."""
+    shown = await p.at_decode.metrics()
+    return sum(shown[name] for name in shown if name[0] == "baton_transfer_put_again_blocks_total")
+
+
+async def test_another_nodes_blocks_are_fetched_from_there(p: Pair, far: str) -> None:
+    prompt, before = p.new_prompt(NUM_FAR), p.at_decode.count("baton_kv_written_back_blocks")
+    answer = await generate(p, prompt)
+    assert tokens_by_node(answer) == {far: NUM_FAR} and answer.recomputed == {}
+    assert answer.leg.num_tokens_computed == 0
+    assert transports(answer) == {far: "grpc"} and answer.leg.transport == "grpc"
+    await p.check()  # the lease was given back there
+    # The prompt came into decode's own store before the answer.
+    text = [*prompt, *answer.token_ids]
+    assert p.num_stored(text, p.decode_store) == (NUM_FAR + 7) // SIZE
+    assert p.at_decode.count("baton_kv_written_back_blocks") == before + 2
+    assert await failed_writes(p) == {}  # it was not tried without the prompt first
+
+
+async def test_a_put_whose_parent_the_store_lost_is_put_again_with_it(p: Pair) -> None:
+    """That is counted apart: no transfer failed."""
+    prompt = p.new_prompt(NUM_FAR)
+
+    async def lose(handle: common_pb2.KvHandle) -> None:
+        await split(p, handle, at=7)
+        p.lose_chain(prompt, p.decode_store)
+
+    await generate(p, prompt)
+    await p.check()
+    answer = await generate(p, prompt, lose)
+    await p.check()
+    text = [*prompt, *answer.token_ids]
+    assert p.num_stored(text, p.decode_store) == (NUM_FAR + 7) // SIZE
+    assert await failed_writes(p) == {} and await put_again(p) > 0
+
+
+async def test_a_handle_of_two_stores_is_fetched_from_both(p: Pair, far: str) -> None:
+    prompt = p.new_prompt(NUM_FAR)
+    await generate(p, prompt)
+    await forget(p)
+    answer = await generate(p, prompt, lambda handle: split(p, handle))
+    assert tokens_by_node(answer) == {HOME: 16, far: 14} and answer.recomputed == {}
+    assert transports(answer) == {HOME: "shm", far: "grpc"}
+    assert answer.leg.transport == "grpc, shm"
+    assert answer.leg.num_tokens_computed == 0
+
+
+async def test_what_lies_behind_a_store_that_is_gone_is_computed(tmp_path: Path) -> None:
+    async with pair(tmp_path, has_two_nodes=True) as p:
+        prompt = p.new_prompt(NUM_FAR)
+        await generate(p, prompt)
+        await forget(p)
+
+        async def in_two(handle: common_pb2.KvHandle) -> None:
+            way = await p.at_decode.way_by(handle)
+            await split(p, handle)
+            await p.kill_store()
+            await until(lambda: way.is_broken)
+
+        answer = await generate(p, prompt, in_two)
+        assert tokens_by_node(answer) == {HOME: 16}
+        assert answer.recomputed == {"store_unavailable": 4}
+        await p.check()
+
+
+async def test_a_store_in_another_life_is_not_used(p: Pair) -> None:
+    """Nothing that may gives its lease back: it lapses by itself."""
+    given: list[common_pb2.KvHandle] = []
+
+    async def other_life(handle: common_pb2.KvHandle) -> None:
+        given.append(common_pb2.KvHandle())
+        given[0].CopyFrom(handle)
+        for run in (handle.runs[0], handle.tail):
+            run.store_incarnation = secrets.token_bytes(16)
+
+    answer = await generate(p, p.new_prompt(NUM_FAR), other_life)
+    assert answer.recomputed == {"incarnation": NUM_BLOCKS} and tokens_by_node(answer) == {}
+    await p.check_store(leases=1)
+    p.at_prefill.release_later(*given)
+    await p.check()
+    await p.at_decode.forget_ways()
+
+
+async def test_a_bad_block_of_another_node_is_computed(p: Pair, far: str) -> None:
+    async def flip(handle: common_pb2.KvHandle) -> None:
+        p.flip_bit(blocks_of(handle.runs[0])[2])
+
+    answer = await generate(p, p.new_prompt(NUM_FAR), flip)
+    assert answer.recomputed == {"checksum": 6} and tokens_by_node(answer) == {far: 8}
+
+
+async def test_without_a_transport_for_other_nodes_nothing_is_pulled(tmp_path: Path) -> None:
+    async with pair(tmp_path, has_two_nodes=True, remote_transport="") as p:
+        answer = await generate(p, p.new_prompt(NUM_FAR))
+        assert answer.recomputed == {"store_unavailable": NUM_BLOCKS}
+        await p.check_store(leases=1)  # there is no way to give it back
+
+
+async def test_early_pulls_come_from_other_nodes_too(p: Pair, far: str) -> None:
+    prompt = p.new_prompt(NUM_FAR)
+    reply = await p.run_prefill(prompt)
+    gate = (await p.at_decode.way_by(reply.handle)).hold("get")
+    async with p.reserved(prompt) as (stream, key):
+        await stream.prefetch(key, partial(p, reply.handle, 5))
+        await gate.wait_entered()
+        await stream.generate(key, reply)
+        gate.open()
+        answer = await stream.collect(key)
+    assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, 8)
+    assert tokens_by_node(answer) == {far: NUM_FAR}
+    assert answer.leg.num_tokens_early == 20
+
+
+@pytest.mark.parametrize("how", ["cancel", "stream"])
+async def test_a_cancel_in_the_middle_of_a_pull_from_another_node(p: Pair, how: str) -> None:
+    """Quarantine first; the lease goes back to the store that granted it."""
+    prompt = p.new_prompt(NUM_FAR)
+    reply = await p.run_prefill(prompt)
+    way = await p.at_decode.way_by(reply.handle)
+    late = way.uncallable_gets()
+    async with p.reserved(prompt) as (stream, key):
+        await stream.generate(key, reply)
+        await late.wait_entered()
+        if how == "cancel":
+            await stream.end(key)
+        else:
+            await stream.close()
+    await p.at_decode.quarantined(NUM_BLOCKS)
+    late.settle()
+    await p.at_decode.quarantined(0)
+    way.restore("get")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_cancel_while_the_other_store_is_being_met(tmp_path: Path, stops: bool) -> None:
+    """The lease goes back all the same; a worker that stops meets the store for it."""
+    async with pair(tmp_path, has_two_nodes=True) as p:
+        prompt = p.new_prompt(NUM_FAR)
+        reply = await p.run_prefill(prompt)
+        gate: Any = p.at_decode.hold_meeting()
+        async with p.reserved(prompt) as (stream, key):
+            await stream.generate(key, reply)
+            await gate.wait_entered()
+            await stream.end(key)
+        assert (await p.store_status()).num_leases == 1
+        gate.open()
+        if stops:
+            await p.decode.stop()
+            assert (await p.store_status()).num_leases == 0
+        else:
+            await p.check()
