@@ -148,15 +148,6 @@ async def test_no_more_is_entered_than_a_step_fills(num_step_tokens: int) -> Non
     place.check_over()
 
 
-async def test_who_never_looks_ahead_lends_the_same() -> None:
-    place = Place()
-    place.prompt.add(FILLED)
-    await place.prompt.lend(TAIL)
-    assert place.told == BLOCK_IDS and place.prompt.problem is None
-    place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -193,15 +184,6 @@ async def test_what_was_entered_and_never_computed_is_given_back(has_lent: bool)
         await place.prompt.lend()
     assert place.lender.loans.num_lent == 4
     place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
-async def test_a_request_that_is_over_enters_nothing() -> None:
-    """Its first step was: the loop was still to look ahead."""
-    place = Place()
-    place.prompt.add(FILLED[:2])
-    place.prompt.close(is_handed_over=False)
-    place.prompt.look_ahead()
     place.check_over()
 
 

@@ -104,15 +104,6 @@ async def test_one_that_cannot_be_renewed_is_nobody_s_any_more(error: BatonError
     assert bad.released == ["b"]
 
 
-async def test_a_client_that_is_gone_is_not_asked() -> None:
-    store = FakeStore()
-    store.broken = "killed"
-    async with pinning() as (pins, _):
-        pins.add(pin(store, "a"))
-        await pins.renew()
-        assert (pins.held, store.renewed) == ((), [])
-
-
 async def test_the_end_comes_in_the_middle_of_a_renewal() -> None:
     """A release waits for the renewal to end, and comes once."""
     store = FakeStore()
