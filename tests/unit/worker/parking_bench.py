@@ -42,10 +42,9 @@ class Lot:
 
     parking: StoreParking
 
-    def __init__(self, folder: Path, num_frames: int, tenant_shares: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, num_frames: int) -> None:
         self.folder = folder
         self.num_frames = num_frames
-        self.tenant_shares = tenant_shares
         self._exit = contextlib.AsyncExitStack()
         self.address = ""
         self.node: Any = None
@@ -56,7 +55,6 @@ class Lot:
             slab_dir=str(self.folder),
             capacity_bytes=self.num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
-            tenant_shares=self.tenant_shares,
             **({"listen": self.address} if self.address else {}),
         )
         store = await self._exit.enter_async_context(serve.running(settings))
@@ -136,7 +134,6 @@ async def lot(
     transport: str = "shm",
     num_rows: int = 8,
     num_frames: int = 64,
-    tenant_shares: tuple[str, ...] = (),
     limits: WorkerLimits = LIMITS,
     layout: KvLayout = LAYOUT,
     thread: EngineThread | None = None,
@@ -152,21 +149,9 @@ async def lot(
             renewals_per_ttl=renewals_per_ttl,
         )
 
-    made = Lot(tmp_path, num_frames, tenant_shares)
+    made = Lot(tmp_path, num_frames)
     async with made.over_the_store(parking, limits, transport=transport, thread=thread):
         yield made
-
-
-def gated(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The method waits until the event is set."""
-    gate, real = asyncio.Event(), getattr(target, name)
-
-    async def call(*arguments: Any, **options: Any) -> Any:
-        await gate.wait()
-        return await real(*arguments, **options)
-
-    monkeypatch.setattr(target, name, call)
-    return gate
 
 
 class StalledReads:

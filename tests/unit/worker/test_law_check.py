@@ -112,17 +112,6 @@ async def test_an_idle_one_looks_once_for_all_who_came_before_it() -> None:
     assert (laws.check.num_looks, laws.most_at_once) == (2, 1)
 
 
-async def test_what_one_role_spent_counts_in_the_next() -> None:
-    laws = _Laws()
-    await laws.check.problem(is_busy=True)
-    after = laws.check.hand_over(laws._look)
-    await after.problem(is_busy=True)
-    assert after.num_looks == 1
-    laws.now_s += laws.held_s / SHARE
-    await after.problem(is_busy=True)
-    assert after.num_looks == 2
-
-
 @pytest.mark.parametrize("is_busy", [True, False])
 async def test_a_look_under_way_counts_in_the_next_role_and_its_finding_does_not(
     is_busy: bool,

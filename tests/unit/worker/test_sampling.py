@@ -136,7 +136,3 @@ def test_the_engines_words_become_the_wires() -> None:
     assert str(named) == "sampling.regex: is broken"
     other = NotFound("gone")
     assert mapping.named_on_wire(other, sampling) is other
-
-
-def test_an_off_value_is_no_wish() -> None:
-    sampling_from_proto(params(repetition_penalty=1.0, presence_penalty=0.0), 0)
