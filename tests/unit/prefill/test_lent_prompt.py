@@ -175,18 +175,6 @@ async def test_a_block_that_is_not_what_was_expected_ends_it(
     place.check_over()
 
 
-@pytest.mark.parametrize("has_lent", [True, False])
-async def test_what_was_entered_and_never_computed_is_given_back(has_lent: bool) -> None:
-    """The step failed, or the request was cancelled in it."""
-    place = Place()
-    place.add(FILLED[:2])
-    if has_lent:
-        await place.prompt.lend()
-    assert place.lender.loans.num_lent == 4
-    place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
 async def test_a_lease_that_was_handed_over_keeps_what_was_computed_and_no_more() -> None:
     place = Place()
     place.add(FILLED[:2])

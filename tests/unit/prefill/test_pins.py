@@ -7,11 +7,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
-from kvstore.errors import LeaseLapsed
 from process.deadline import Deadline
-from process.errors import BatonError, Unavailable
+from process.errors import BatonError
 from services.prefill.pins import Pin, Pins
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
@@ -85,23 +82,6 @@ async def test_what_is_kept_is_renewed_until_it_is_handed_over() -> None:
         assert store.released == ["unnamed"]
         assert pins._renewing is None
     assert store.released == ["unnamed"]
-
-
-@pytest.mark.parametrize("error", [LeaseLapsed("gone"), Unavailable("away")])
-async def test_one_that_cannot_be_renewed_is_nobody_s_any_more(error: BatonError) -> None:
-    good, bad = FakeStore(), FakeStore()
-    bad.error = error
-    async with pinning() as (pins, _):
-        lasting = pin(good, "a")
-        pins.add(lasting)
-        pins.add(pin(bad, "b"))
-        pins.add(pin(good, ""))  # nothing was pinned: nothing to renew
-        await pins.renew()
-        assert lasting in pins.held
-        assert not [each for each in pins.held if each.lease_id == "b"]
-        assert good.renewed == ["a"]
-    assert good.released == ["a"]
-    assert bad.released == ["b"]
 
 
 async def test_the_end_comes_in_the_middle_of_a_renewal() -> None:
