@@ -24,7 +24,7 @@ from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
+from process.errors import BatonError, DeadlineExceeded, Unavailable
 from process.tasks import end_tasks
 from services.worker import write_behind
 from services.worker.config import WorkerLimits
@@ -287,15 +287,6 @@ async def test_few_blocks_of_a_running_request_wait_for_more() -> None:
         b.assert_stored(b.tokens(prompt_of(18, start=9), 7), 6)
 
 
-async def test_a_prompt_that_is_not_there_is_stored_first() -> None:
-    """Here it lay in another node's store, say; and it counts for nothing."""
-    async with bench() as b:
-        chain, tokens = await b.serve()
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert chain.num_restarts == 1 and chain.leg.num_blocks_written_back == 8
-
-
 async def test_the_puts_of_one_turn_ask_the_engine_once() -> None:
     """An engine can be asked between two steps only: one put a step would store too little."""
     async with bench(max_put_bytes=3 * FRAME_BYTES) as b:
@@ -394,25 +385,6 @@ async def test_a_request_that_asks_while_a_load_is_under_way_gets_the_blocks_too
             assert not b.store.entered.is_set()
         await b.settle()
         assert sum(b.store.num_puts) == 4
-
-
-async def test_a_parent_that_is_lost_before_the_commit_has_the_chain_put_from_its_beginning() -> (
-    None
-):
-    async with bench() as b:
-        b.have_prompt()
-        real = b.store.put_chains
-
-        async def loses_it(*asked: Any) -> list[PutResult]:
-            b.store.put_chains = real  # type: ignore[method-assign]
-            b.store.stored.clear()
-            raise FailedPrecondition("its parent was never committed")
-
-        b.store.put_chains = loses_it  # type: ignore[method-assign, assignment]
-        chain, tokens = await b.serve()
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert chain.num_restarts == 1 and not b.connector.suspected
 
 
 async def test_a_turn_holds_no_more_than_it_may() -> None:
@@ -602,47 +574,6 @@ async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> No
         far.gate.set()
         await b.settle()
         assert far.num_puts == [4] and far.num_chains == [2] and b.writes.num_chains == 0
-
-
-async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(put_budget_s=0.05) as b:
-        b.have_prompt()
-        chain = b.begin(PROMPT)
-        await b.answer(chain, num_tokens=8)  # less than a batch
-        chain.ends_by = Deadline.after(0.0)
-        b.writes.end(chain)
-        b.writes._put_in_line(chain)
-        await b.settle()
-        assert chain.problem == "deadline" and b.counts.not_written_back == Counter(deadline=2)
-
-
-async def test_a_request_without_room_gets_what_is_held_and_the_chain_is_put_again() -> None:
-    """One step later: the put is not waited for."""
-    async with bench() as b:
-        b.store.gate.clear()
-        _, tokens = await b.serve(num_known=0)
-        await b.store.entered.wait()
-        await b.thread.call(lambda engine: None)
-        assert b.thread.stats.num_quarantined_blocks > 0
-        num_before = b.num_times_room
-        b.writes.give_way()
-        await until(lambda: b.num_times_room > num_before and b.store.num_cancelled == 1)
-        assert not b.store.num_puts, "no put was waited for"
-        b.store.gate.set()
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert not b.counts.not_written_back
-
-
-async def test_a_cancelled_put_holds_nothing() -> None:
-    async with bench() as b:
-        b.store.gate.clear()
-        chain = b.begin(PROMPT, num_known=0)
-        await b.answer(chain)
-        await b.store.entered.wait()
-        await end_tasks(b.connector.tasks)
-        await b.thread.call(lambda engine: engine.check_integrity())
-        assert b.thread.stats.num_quarantined_blocks == 0
 
 
 async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
