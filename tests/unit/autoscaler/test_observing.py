@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 
 from protos import common_pb2, router_status_pb2
 from protos.router_status_pb2 import Durations, ModelTraffic
-from services.autoscaler.observing import Observing, Seen
-from services.autoscaler.registry_look import Beaten, RegistryLook
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Work
 
@@ -21,17 +20,17 @@ class Scene:
     """An Observing, and what is shown to it second by second."""
 
     def __init__(self, model: str = "") -> None:
-        self.observing = Observing(model, lambda worker: worker.device != "odd")
+        self.observing = Observer(model, lambda worker: worker.device != "odd")
         self.now_s = 1000.0
-        self.workers: list[Beaten[common_pb2.WorkerStatus]] = []
-        self.routers: list[Beaten[router_status_pb2.RouterStatus]] = []
+        self.workers: list[LiveEntry[common_pb2.WorkerStatus]] = []
+        self.routers: list[LiveEntry[router_status_pb2.RouterStatus]] = []
 
     def worker(self, worker_id: str, life: str = "1", age_s: float = 0.5, **fields: Any) -> None:
         status = common_pb2.WorkerStatus(
             worker_id=worker_id, incarnation=life, **{"role": "decode", "model": "m", **fields}
         )
         self.workers = [each for each in self.workers if each.entry_id != worker_id]
-        self.workers.append(Beaten(worker_id, status, age_s))
+        self.workers.append(LiveEntry(worker_id, status, age_s))
 
     def router(self, router_id: str, life: str = "1", age_s: float = 0.5, **counts: Any) -> None:
         first, uptime_s = counts.pop("first", None), counts.pop("uptime_s", 3600.0)
@@ -53,7 +52,7 @@ class Scene:
             router_id=router_id, incarnation=life, models=models, uptime_s=uptime_s
         )
         self.routers = [each for each in self.routers if each.entry_id != router_id]
-        self.routers.append(Beaten(router_id, status, age_s))
+        self.routers.append(LiveEntry(router_id, status, age_s))
 
     def look(
         self,
@@ -66,7 +65,9 @@ class Scene:
         self.now_s += after_s
         registry = RegistryLook(tuple(self.workers), tuple(self.routers)) if redis else None
         self.observing.take(registry, self.now_s)
-        return self.observing.observe(Seen(self.now_s, registry, scale, flipping or {}))
+        return self.observing.observe(
+            ObservationInputs(self.now_s, registry, scale, flipping or {})
+        )
 
     def traffic(self) -> Traffic:
         """Of one look more."""

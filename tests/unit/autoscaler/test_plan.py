@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from process.errors import Internal
-from services.autoscaler.advice import as_advised
+from services.autoscaler.app import as_advised
+from services.autoscaler.config import START_S, Pace, PoolLimits, ScaleLimits
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
-from services.autoscaler.invariants import check
-from services.autoscaler.limits import START_S, Pace, PoolLimits, ScaleLimits
+from services.autoscaler.plan import check_decision
 from services.autoscaler.signals import ByRole, Pool, Role, Traffic
 from tests.unit.autoscaler.looks import (
     EVERY_S,
@@ -547,4 +547,4 @@ HOLD = Decision(0.0, Direction.HOLD, Reason.STEADY, ByRole(2, 2), ByRole(2, 2))
 )
 def test_a_decision_that_breaks_a_rule_does_not_leave_the_plan(broken: Decision, rule: str) -> None:
     with pytest.raises(Internal, match=rule):
-        check(broken, LIMITS)
+        check_decision(broken, LIMITS)

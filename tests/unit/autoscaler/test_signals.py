@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process.settings import SettingsError
-from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
+from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.signals import Histogram, Pool, Traffic
 
 COUNTS = st.lists(st.integers(0, 50), min_size=5, max_size=5).map(tuple)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 from process.errors import Internal
+from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Flip
-from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Role
-from services.autoscaler.simulated import Machines, Request
-from services.autoscaler.simulator import Cluster
 
 LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=12)
 TARGETS = Targets()
@@ -32,10 +31,10 @@ def served(
     seed: int = 1,
     lengths: Callable[[float], tuple[int, int]] = lambda now_s: (2000, 250),
     until_empty: bool = False,
-) -> tuple[Cluster, list[Decision]]:
+) -> tuple[SimulatedCluster, list[Decision]]:
     """The plan on a load that arrives by chance; every look checks the cluster's laws."""
     rng, state = random.Random(seed), PlanState()
-    cluster = Cluster(MACHINES, workers or ByRole(1, 1))
+    cluster = SimulatedCluster(MACHINES, workers or ByRole(1, 1))
     decisions: list[Decision] = []
     next_s = rng.expovariate(rate(0.0) or 1.0)
     while cluster.now_s < seconds or (until_empty and cluster.num_open):
@@ -48,7 +47,7 @@ def served(
             prompt, output = lengths(next_s)
             num_prompt = 1 + int(rng.expovariate(1 / prompt))
             num_output = 2 + int(rng.expovariate(1 / output))
-            cluster.arrive(Request(next_s, num_prompt, 0, num_output))
+            cluster.arrive(SimulatedRequest(next_s, num_prompt, 0, num_output))
             next_s += rng.expovariate(rate(next_s) or 1.0)
         cluster.advance(end_s)
         cluster.check_integrity()
@@ -63,7 +62,7 @@ def served(
     return cluster, decisions
 
 
-def attainment(cluster: Cluster, from_s: float, to_s: float) -> float:
+def attainment(cluster: SimulatedCluster, from_s: float, to_s: float) -> float:
     """Of the requests that arrived then, the share that met both targets."""
     there = [request for request in cluster.finished if from_s <= request.at_s < to_s]
     met = [
@@ -80,9 +79,9 @@ def turns(decisions: list[Decision], role: Role) -> int:
 
 def test_one_request_alone_takes_what_the_machines_say() -> None:
     machines = Machines()
-    cluster = Cluster(machines, ByRole(1, 1))
+    cluster = SimulatedCluster(machines, ByRole(1, 1))
     cluster.advance(1.0)
-    cluster.arrive(Request(1.0, 2500, 0, 101))
+    cluster.arrive(SimulatedRequest(1.0, 2500, 0, 101))
     cluster.advance(10.0)
     (request,) = cluster.finished
     assert request.ttft_s == pytest.approx(2500 * machines.token_s, abs=0.06)
@@ -90,9 +89,9 @@ def test_one_request_alone_takes_what_the_machines_say() -> None:
 
 
 def test_a_worker_that_leaves_loses_nothing_and_its_device_is_free_later() -> None:
-    cluster = Cluster(Machines(), ByRole(1, 2))
+    cluster = SimulatedCluster(Machines(), ByRole(1, 2))
     for index in range(20):
-        cluster.arrive(Request(0.0, 100 + index, 0, 500))
+        cluster.arrive(SimulatedRequest(0.0, 100 + index, 0, 500))
     cluster.advance(1.0)
     cluster.set(ByRole(1, 1))
     assert cluster.serving() == ByRole(1, 1) and cluster.present() == ByRole(1, 2)
@@ -106,10 +105,12 @@ def test_a_worker_that_leaves_loses_nothing_and_its_device_is_free_later() -> No
 def test_nothing_is_lost_whatever_is_ordered(seed: int, seed_of: int) -> None:
     """Workers come, leave and flip at random under load; the laws are recomputed all the while."""
     rng = random.Random(f"{seed} {seed_of}")
-    cluster = Cluster(Machines(start_s=3.0, flip_s=1.0, drain_s=1.0), ByRole(2, 2))
+    cluster = SimulatedCluster(Machines(start_s=3.0, flip_s=1.0, drain_s=1.0), ByRole(2, 2))
     for _ in range(60):
         for _ in range(rng.randrange(20)):
-            cluster.arrive(Request(cluster.now_s, rng.randrange(1, 9000), 0, rng.randrange(1, 300)))
+            cluster.arrive(
+                SimulatedRequest(cluster.now_s, rng.randrange(1, 9000), 0, rng.randrange(1, 300))
+            )
         cluster.advance(cluster.now_s + rng.random() * 2)
         cluster.check_integrity()
         workers = [
@@ -131,8 +132,8 @@ def test_nothing_is_lost_whatever_is_ordered(seed: int, seed_of: int) -> None:
 
 
 def test_a_lost_request_is_noticed() -> None:
-    cluster = Cluster(Machines(), ByRole(1, 1))
-    cluster.arrive(Request(0.0, 100, 0, 10))
+    cluster = SimulatedCluster(Machines(), ByRole(1, 1))
+    cluster.arrive(SimulatedRequest(0.0, 100, 0, 10))
     cluster._waiting.clear()
     with pytest.raises(Internal, match="1 requests arrived"):
         cluster.check_integrity()

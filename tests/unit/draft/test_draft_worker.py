@@ -27,10 +27,8 @@ from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc
 from services.draft.config import DraftLimits, DraftSettings
-from services.draft.metrics import DraftCollector
-from services.draft.server import SERVICE
+from services.draft.server import SERVICE, DraftCollector, serving_drafts
 from services.draft.thread import LAWS_EVERY, PIECE_EVERY, DraftThread
-from services.draft.worker import serving_drafts
 from tests.harness import draft_workers as bench
 from tests.harness.waiting import settled
 

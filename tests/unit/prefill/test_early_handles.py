@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from services.prefill.early_handles import MIN_GROWTH, EarlyHandles
+from services.prefill.request import MIN_GROWTH, PartialHandleSchedule
 
 
 class Schedule(RuleBasedStateMachine):
@@ -14,7 +13,7 @@ class Schedule(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.early = EarlyHandles(wanted=True)
+        self.early = PartialHandleSchedule(wanted=True)
         self.num_stored = 0
         self.told: list[int] = []
         self.num_steps = 0
@@ -66,7 +65,7 @@ TestSchedule = Schedule.TestCase
 
 @pytest.mark.parametrize("num_chunks", [1, 7, 100, 1000])
 def test_a_long_prompt_costs_references_in_proportion_to_its_length(num_chunks: int) -> None:
-    early = EarlyHandles(wanted=True)
+    early = PartialHandleSchedule(wanted=True)
     told: list[int] = []
     for chunk in range(1, num_chunks + 1):
         early.stored(32 * chunk)

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from services.prefill.handoff import HandoffBuilder
+from services.prefill.lending import NOT_HELD, LentPrompt
+from services.worker.store_writer import TailSource
 
 from engine.outputs import FilledBlock
 from kvstore.block_refs import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from services.prefill.handover import Handover
-from services.prefill.lent_prompt import NOT_HELD, LentPrompt
-from services.worker.block_writer import TailSource
 from services.worker.provenance import HandoverPath
 
 NUM_FULL = 6
@@ -137,7 +137,7 @@ async def test_no_more_is_entered_than_a_step_fills(num_step_tokens: int) -> Non
         wants_handle=True, handover=HandoverPath.DIRECT, num_context_tokens=num_tokens
     )
     job: Any = SimpleNamespace(ask=ask, engine_id="a")
-    opened = Handover(core).open_lent(job, HASHES)
+    opened = HandoffBuilder(core).open_lent(job, HASHES)
     assert opened is not None
     place.prompt.close(is_handed_over=False)
     place.prompt = opened

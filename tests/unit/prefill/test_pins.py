@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from services.prefill.request import PrefixLease, PrefixLeases
+from services.worker.store_pool import StoreConnector
+
 from process.deadline import Deadline
 from process.errors import BatonError
-from services.prefill.pins import Pin, Pins
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from tests.harness.gated_engine import fake_engine, running
 
 
@@ -36,16 +37,18 @@ class FakeStore:
         self.released += [lease_id for lease_id in lease_ids if lease_id]
 
 
-def pin(store: FakeStore, lease_id: str) -> Pin:
+def pin(store: FakeStore, lease_id: str) -> PrefixLease:
     client: Any = store
-    return Pin(client, lease_id, (), store.release_later)
+    return PrefixLease(client, lease_id, (), store.release_later)
 
 
 @asynccontextmanager
-async def pinning(ttl_s: float = 5.0) -> AsyncIterator[tuple[Pins, StoreConnector]]:
+async def pinning(ttl_s: float = 5.0) -> AsyncIterator[tuple[PrefixLeases, StoreConnector]]:
     async with running(fake_engine(num_blocks=64)) as thread:
         connector = StoreConnector(None, thread, WorkerLimits())
-        pins = Pins(connector, ttl_s=lambda: ttl_s, renew_budget_s=5.0, deadline=Deadline.after(30))
+        pins = PrefixLeases(
+            connector, ttl_s=lambda: ttl_s, renew_budget_s=5.0, deadline=Deadline.after(30)
+        )
         yield pins, connector
         pins.release()
         await connector.settle()

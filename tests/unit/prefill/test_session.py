@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from process.trace_spans import NOOP_SPAN
 
 from process.deadline import Deadline
-from process.spans import NOOP_SPAN
-from services.prefill.session import PrefillSession
+from services.prefill.server import PrefillSession
 
 
 class Answer:

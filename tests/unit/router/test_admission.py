@@ -13,9 +13,14 @@ import pytest
 from process.api_keys import TenantLimits
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity
-from services.router.admission import Admission, Asked, Entry, Ticket
-from services.router.admission_queue import MAX_PATIENCE_S
-from services.router.admission_settings import AdmissionSettings
+from services.router.admission import (
+    MAX_PATIENCE_S,
+    Admission,
+    AdmissionEntry,
+    AdmissionRequest,
+    AdmissionTicket,
+)
+from services.router.config import AdmissionSettings
 from tests.harness.waiting import Clock, settled
 
 WAIT_S = 10.0
@@ -57,8 +62,8 @@ class World:
         )
         self.order: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
-        self.tickets: dict[str, Ticket] = {}
-        self.entries: dict[str, Entry] = {}
+        self.tickets: dict[str, AdmissionTicket] = {}
+        self.entries: dict[str, AdmissionEntry] = {}
 
     async def ask(
         self,
@@ -72,8 +77,8 @@ class World:
         places: int = 0,
         deadline: Deadline | None = None,
     ) -> asyncio.Task[None]:
-        self.ends[name], self.entries[name] = asyncio.Event(), Entry()
-        asked = Asked(tenant, priority, prompt, output, model, places)
+        self.ends[name], self.entries[name] = asyncio.Event(), AdmissionEntry()
+        asked = AdmissionRequest(tenant, priority, prompt, output, model, places)
         bound, entry = deadline or Deadline.after(WAIT_S), self.entries[name]
 
         async def serve() -> None:

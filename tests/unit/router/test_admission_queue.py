@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from services.router.admission_queue import (
+from services.router.admission import (
     LOWER_EVERY,
     QUANTUM_TOKENS,
     FairQueue,
-    Waiting,
+    QueuedRequest,
     patience_s,
 )
 
 
-def drain(queue: FairQueue) -> list[Waiting]:
+def drain(queue: FairQueue) -> list[QueuedRequest]:
     found = []
     while (waiting := queue.pop()) is not None:
         queue.check_integrity()
@@ -28,7 +28,7 @@ def drain(queue: FairQueue) -> list[Waiting]:
 def test_a_line_is_in_the_order_of_deadlines_then_of_arrival(seed: int) -> None:
     rng = random.Random(seed)
     queue = FairQueue()
-    sent = [Waiting("a", 0, rng.randint(1, 900), due_s=rng.randint(1, 9)) for _ in range(60)]
+    sent = [QueuedRequest("a", 0, rng.randint(1, 900), due_s=rng.randint(1, 9)) for _ in range(60)]
     for waiting in sent:
         ahead = [other for other in sent[: len(queue)] if other.due_s <= waiting.due_s]
         assert queue.tokens_ahead(waiting) == sum(other.num_tokens for other in ahead)
@@ -52,12 +52,12 @@ def test_budgets_that_differ_by_their_way_here_are_equal(budget_s: float) -> Non
 def test_a_quiet_tenant_does_not_wait_behind_a_noisy_one() -> None:
     queue = FairQueue()
     for _ in range(1000):
-        queue.push(Waiting("noisy", 0, 400))
+        queue.push(QueuedRequest("noisy", 0, 400))
     for _ in range(10):
         queue.pop()
-    quiet = Waiting("quiet", 0, 400)
+    quiet = QueuedRequest("quiet", 0, 400)
     queue.push(quiet)
-    assert queue.tokens_ahead(Waiting("quiet", 0, 400)) < 3000  # it says so, too
+    assert queue.tokens_ahead(QueuedRequest("quiet", 0, 400)) < 3000  # it says so, too
     order = [queue.pop() for _ in range(5)]
     assert quiet in order
 
@@ -70,12 +70,12 @@ def test_served_tokens_follow_the_weights(seed: int, scale: Callable[[int], int]
         largest = rng.choice([10, 400, 3000, 50_000])
         queue, served = FairQueue(), Counter[str]()
         for tenant in sorted([*weights] * 3):
-            queue.push(Waiting(tenant, 0, rng.randint(1, largest), weights[tenant]))
+            queue.push(QueuedRequest(tenant, 0, rng.randint(1, largest), weights[tenant]))
         for _ in range(rng.randint(50, 300)):
             waiting = queue.pop()
             assert waiting is not None
             served[waiting.tenant] += waiting.num_tokens
-            again = Waiting(waiting.tenant, 0, rng.randint(1, largest), waiting.weight)
+            again = QueuedRequest(waiting.tenant, 0, rng.randint(1, largest), waiting.weight)
             queue.push(again)
             queue.check_integrity()
         shares = {tenant: served[tenant] / weights[tenant] for tenant in weights}
@@ -89,7 +89,7 @@ def test_higher_classes_go_first_and_lower_ones_still_move() -> None:
     queue = FairQueue()
     for priority in (5, 0, -5):
         for _ in range(200):
-            queue.push(Waiting("a", priority, 10))
+            queue.push(QueuedRequest("a", priority, 10))
     first = [queue.pop() for _ in range(100)]
     counts = Counter(waiting.priority for waiting in first if waiting is not None)
     assert counts == {5: 90, 0: 5, -5: 5}
@@ -100,25 +100,25 @@ def test_a_blocked_tenant_is_passed_over_and_gains_nothing() -> None:
     queue = FairQueue()
     for tenant in ("a", "b"):
         for _ in range(20):
-            queue.push(Waiting(tenant, 0, 500))
+            queue.push(QueuedRequest(tenant, 0, 500))
     for _ in range(10):
         waiting = queue.pop(lambda tenant: tenant == "a")
         assert waiting is not None and waiting.tenant == "b"
     order = [waiting.tenant for waiting in drain(queue)][:8]
     assert order.count("a") <= 5
     assert queue.pop(lambda tenant: True) is None
-    queue.push(Waiting("a", 0, 1))
+    queue.push(QueuedRequest("a", 0, 1))
     assert queue.pop(lambda tenant: True) is None and len(queue) == 1
 
 
 def test_asking_for_much_and_taking_it_back_saves_nothing_up() -> None:
     queue = FairQueue()
     for _ in range(10):
-        queue.push(Waiting("honest", 0, 600))
-    trick = Waiting("sly", 0, 50_000)
+        queue.push(QueuedRequest("honest", 0, 600))
+    trick = QueuedRequest("sly", 0, 50_000)
     queue.push(trick)
     for _ in range(10):
-        queue.push(Waiting("sly", 0, 600))
+        queue.push(QueuedRequest("sly", 0, 600))
     for _ in range(3):
         queue.pop()
     queue.remove(trick)
@@ -132,11 +132,11 @@ def test_the_laws_hold_whatever_is_done(
 ) -> None:
     rng = random.Random(seed)
     for _ in range(scale(200)):
-        queue, held = FairQueue(), list[Waiting]()
+        queue, held = FairQueue(), list[QueuedRequest]()
         for _ in range(120):
             what = rng.random()
             if what < 0.5:
-                waiting = Waiting(
+                waiting = QueuedRequest(
                     f"t{rng.randrange(num_tenants)}",
                     rng.choice([-1, 0, 0, 7]),
                     rng.choice([1, 1, 300, 9_000]),
@@ -167,9 +167,11 @@ def test_the_laws_hold_whatever_is_done(
 
 def test_a_full_pool_is_passed_and_its_requests_keep_their_order(seed: int) -> None:
     rng = random.Random(seed)
-    queue, held = FairQueue(), list[Waiting]()
+    queue, held = FairQueue(), list[QueuedRequest]()
     for _ in range(60):
-        waiting = Waiting(f"t{rng.randrange(3)}", 0, rng.choice([1, 900]), pool=rng.choice("xy"))
+        waiting = QueuedRequest(
+            f"t{rng.randrange(3)}", 0, rng.choice([1, 900]), pool=rng.choice("xy")
+        )
         queue.push(waiting)
         held.append(waiting)
     for full in ({"x"}, set[str]()):

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState
 
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
 from protos import common_pb2, decode_pb2
-from services.router.decode_leg import ALLOWED, Arrival, DecodeLeg, LegState
 from services.router.sealed_handle import Command, SealedHandle
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
 
 
-def _leg() -> tuple[DecodeLeg, list[Command]]:
+def _leg() -> tuple[DecodeCall, list[Command]]:
     sent: list[Command] = []
-    return DecodeLeg(1, "d", sent.append), sent
+    return DecodeCall(1, "d", sent.append), sent
 
 
 def _kinds(sent: list[Command]) -> list[str | None]:
@@ -43,7 +43,7 @@ RESERVED = _event(reserved={"num_tokens_local": 3})
 FINISHED = _event(finished={"token_ids": [9], "finish_reason": common_pb2.FINISH_REASON_LENGTH})
 
 
-def _ids(arrival: Arrival) -> list[int]:
+def _ids(arrival: CallUpdate) -> list[int]:
     (news,) = arrival.samples
     return news.token_ids
 
@@ -83,7 +83,10 @@ def test_what_no_state_allows_is_our_own_mistake() -> None:
     leg, _ = _leg()
     with pytest.raises(Internal):
         leg.generate(GENERATE)
-    assert all(LegState.OVER in after or state is LegState.OVER for state, after in ALLOWED.items())
+    assert all(
+        LegState.OVER in after or state is LegState.OVER
+        for state, after in DECODE_TRANSITIONS.items()
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 100), max_size=3), max_size=20), st.data())
@@ -164,7 +167,7 @@ def _moved(*, with_handle: bool = True) -> decode_pb2.DecodeEvent:
     return event
 
 
-def _generating() -> tuple[DecodeLeg, list[SealedHandle]]:
+def _generating() -> tuple[DecodeCall, list[SealedHandle]]:
     leg, _ = _leg()
     given_back: list[SealedHandle] = []
     leg.give_back = given_back.append

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from services.router.lifecycle import (
+    HANDOVER_S,
+    LAPSED,
+    SHORT,
+    FailoverBudget,
+    Loss,
+    handle_unusable_reason,
+)
+from services.router.request_stats import LOST, MOVED, KvAccount, StageTimes
 
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2
-from services.router.failover import HANDOVER_S, LAPSED, SHORT, Failover, Loss, shortcoming
-from services.router.kv_account import LOST, MOVED, KvAccount
 from services.router.sealed_handle import Extent
-from services.router.times import StageTimes
 
 NOW_S = 1_700_000_000.0
 
@@ -35,11 +41,11 @@ def _handle(num_tokens: int, left_s: float = 60.0) -> Extent:
 def test_a_handle_with_which_much_is_computed_alone_is_told(
     handle: Extent, max_own_tokens: int, why: str
 ) -> None:
-    assert shortcoming(handle, 100, max_own_tokens, NOW_S) == why
+    assert handle_unusable_reason(handle, 100, max_own_tokens, NOW_S) == why
 
 
 def test_an_error_says_what_made_it_necessary_to_look() -> None:
-    failover = Failover(StageTimes(), max_lost=1)
+    failover = FailoverBudget(StageTimes(), max_lost=1)
     failover.note(Loss("d0", "life", None))
     told = failover.explained(NoCapacity("full", retry_after_s=2.0))
     assert isinstance(told, Unavailable) and told.retry_after_s == 2.0

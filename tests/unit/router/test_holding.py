@@ -8,7 +8,7 @@ import pytest
 
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, Unavailable
-from services.router.holding import Holding, is_expected
+from services.router.admission import Holding, is_expected
 
 
 class Workers:

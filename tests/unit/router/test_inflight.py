@@ -5,29 +5,29 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from services.router.attempts import Attempts
 
 from process.deadline import Deadline
 from process.errors import Cancelled, NoCapacity, Unavailable
-from services.router.inflight import InFlight
 from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
 
 
-def _table(**changes: float) -> InFlight:
-    return InFlight(**{"max_requests": 8, "supersede_wait_s": 5.0, **changes})  # type: ignore[arg-type]
+def _table(**changes: float) -> Attempts:
+    return Attempts(**{"max_requests": 8, "supersede_wait_s": 5.0, **changes})  # type: ignore[arg-type]
 
 
 class _Runner:
     """A body that runs until told, and takes `ending` to clean up."""
 
-    def __init__(self, table: InFlight, digest: bytes = b"x", request_id: str = "r") -> None:
+    def __init__(self, table: Attempts, digest: bytes = b"x", request_id: str = "r") -> None:
         self.running, self.go_on, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.may_end.set()
         self.task = asyncio.create_task(self._run(table, digest, request_id))
 
-    async def _run(self, table: InFlight, digest: bytes, request_id: str) -> None:
+    async def _run(self, table: Attempts, digest: bytes, request_id: str) -> None:
         async with table.admit("t", request_id, digest, FAR):
             self.running.set()
             try:

@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.router.prefixes import NO_PREFIXES, PrefixLookup
+from services.router.worker_views import StoreView
+
 from kvstore import block_hash, index
 from kvstore.block_hash import TURN_TOKENS
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
-from services.router.lookup import PrefixLookup
-from services.router.prefix_runs import NO_PREFIXES
-from services.router.views import StoreView
 from tests.harness.redis_server import RedisServer
 
 FINGERPRINT = "ab" * 32

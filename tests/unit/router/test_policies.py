@@ -12,22 +12,31 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.prefixes import FoundPrefixes, StoreRun
+from services.router.worker_views import LinkView
 
 from process.errors import Unavailable
 from services.router.config import HandoverMode, RouterCosts, RoutingPolicy
-from services.router.handover import Path
-from services.router.policies import make
-from services.router.policies.joint import Joint
-from services.router.policies.penalties import PARTS, fitting
-from services.router.policies.scored import ScoredPolicy, Scorer
-from services.router.policy import DECODE, PREFILL, Ask, Choice, Pools, WorkerLoad
-from services.router.prefix_runs import Prefixes, Run
-from services.router.views import Link
+from services.router.policies import (
+    DECODE,
+    PARTS,
+    PREFILL,
+    Choice,
+    Joint,
+    PlacementQuery,
+    Pools,
+    ScoredPolicy,
+    Scorer,
+    TransferPath,
+    WorkerLoad,
+    fitting_workers,
+    make,
+)
 from tests.unit.router.pools import COSTS, load, random_case, slow_case
 
 NAMES = get_args(RoutingPolicy)
 policies = pytest.mark.parametrize("name", NAMES)
-ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"0123456789abcdef")
+ASK = PlacementQuery(num_prompt_tokens=160, max_tokens=17, affinity=b"0123456789abcdef")
 
 
 def _policy(name: str) -> ScoredPolicy:
@@ -39,8 +48,8 @@ def _policy(name: str) -> ScoredPolicy:
 def _ways(scorer: Scorer) -> list[tuple[int, WorkerLoad | None, WorkerLoad | None]]:
     """Every way to serve the request, with its cost by its own terms."""
     pools, ask = scorer.pools, scorer.ask
-    prefill = fitting(pools.prefill, ask)
-    decode = fitting(pools.decode, ask)
+    prefill = fitting_workers(pools.prefill, ask)
+    decode = fitting_workers(pools.decode, ask)
     pairs: list[tuple[WorkerLoad | None, WorkerLoad | None]]
     if ask.needs_decode:
         pairs = [(p, d) for p in prefill for d in decode if p.layout == d.layout]
@@ -251,7 +260,7 @@ def test_joint_skips_prefill_where_that_is_cheaper() -> None:
     counts as much as this one."""
     policy, ask = _policy("joint"), replace(ASK, max_own_tokens=1000)
 
-    def choose(prefill: WorkerLoad, decode: WorkerLoad, ask: Ask = ask) -> Choice:
+    def choose(prefill: WorkerLoad, decode: WorkerLoad, ask: PlacementQuery = ask) -> Choice:
         return policy.choose(Pools.of([prefill], [decode], COSTS), ask)
 
     p, d = load("p0"), load("d0")
@@ -302,7 +311,7 @@ def test_joint_keeps_long_windows_for_long_prompts() -> None:
 def choose(
     prefill: Sequence[WorkerLoad],
     decode: Sequence[WorkerLoad],
-    ask: Ask = ASK,
+    ask: PlacementQuery = ASK,
     costs: RouterCosts = COSTS,
     mode: HandoverMode = "auto",
 ) -> Choice:
@@ -310,9 +319,9 @@ def choose(
     return Joint(costs, mode).choose(Pools.of(prefill, decode, costs), ask)
 
 
-def _holding(held: Mapping[str, int]) -> Ask:
+def _holding(held: Mapping[str, int]) -> PlacementQuery:
     """The ask when stores hold so many blocks of it."""
-    return replace(ASK, prefixes=Prefixes({("f", 16): held}))
+    return replace(ASK, prefixes=FoundPrefixes({("f", 16): held}))
 
 
 def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue() -> None:
@@ -332,7 +341,7 @@ def test_what_the_union_holds_is_cached() -> None:
     """Its own store's part over one link, the rest from where it is longest over two."""
     ask = _holding({"s": 2, "t": 7, "u": 5})
     choice = choose([load("p0")], [load("d0")], ask)
-    assert choice.runs == (Run("s", 0, 2), Run("t", 2, 5))
+    assert choice.runs == (StoreRun("s", 0, 2), StoreRun("t", 2, 5))
     assert choice.why["prefill_compute"] == pytest.approx((160 - 7 * 16) / 1000)
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e6)
     assert choice.why["prefill_pull"] == pytest.approx(2 * 5 * 1600 / 1e6)
@@ -348,12 +357,16 @@ def test_a_decode_worker_that_cannot_read_the_prompt_costs_computing_it_again() 
 
 def test_the_choice_says_which_way_the_kv_goes() -> None:
     p = load("p0", transport="grpc", lender_node_id="p0/lent")
-    for mode, path in (("auto", Path.DIRECT), ("direct", Path.DIRECT), ("store", Path.STORE)):
+    for mode, path in (
+        ("auto", TransferPath.DIRECT),
+        ("direct", TransferPath.DIRECT),
+        ("store", TransferPath.STORE),
+    ):
         choice = choose([p], [load("d0")], ASK, mode=mode)
         assert choice.path is path
-        assert (choice.why["handover_put"] > 0) == (path is Path.STORE)
+        assert (choice.why["handover_put"] > 0) == (path is TransferPath.STORE)
     alone = choose([p], [], replace(ASK, needs_decode=False), mode="direct")
-    assert alone.path is Path.STORE  # nothing is handed over
+    assert alone.path is TransferPath.STORE  # nothing is handed over
 
 
 def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
@@ -365,8 +378,8 @@ def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
 
 
 def test_measured_links_count_instead_of_the_guess() -> None:
-    p = load("p0", links={"s": Link(1e5), "t": Link(5e5)})
-    d = load("d0", links={"s": Link(2e4)})
+    p = load("p0", links={"s": LinkView(1e5), "t": LinkView(5e5)})
+    d = load("d0", links={"s": LinkView(2e4)})
     choice = choose([p], [d], _holding({"s": 2, "t": 7}))
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e5)
     assert choice.why["prefill_pull"] == pytest.approx(5 * 1600 / 5e5)
@@ -382,10 +395,10 @@ def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: byt
     that affinity decides as if nothing had been measured."""
     names = ("p0", "p1", "d0", "d1")
     loads = [
-        load(name, links={"s": Link(home), "t": Link(far)})
+        load(name, links={"s": LinkView(home), "t": LinkView(far)})
         for name, home, far in zip(names, rates[:4], rates[4:], strict=True)
     ]
-    loads[0] = replace(loads[0], links={"s": Link(rates[0])})  # it has not met the other store
+    loads[0] = replace(loads[0], links={"s": LinkView(rates[0])})  # it has not met the other store
     ask = replace(_holding({"s": 2, "t": 7}), affinity=affinity)
     measured = choose(loads[:2], loads[2:], ask)
     plain = choose([load("p0"), load("p1")], [load("d0"), load("d1")], ask)
@@ -394,10 +407,10 @@ def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: byt
 
 def test_a_link_that_failed_its_measurement_is_dear_and_not_pulled_over() -> None:
     """It gave wrong bytes, or too few. A busy start must not idle a worker for ever."""
-    failed = {"t": Link(0.0, is_degraded=True)}
+    failed = {"t": LinkView(0.0, is_degraded=True)}
     ask, quick = _holding({"t": 7}), replace(COSTS, link_bytes_per_s=1e12)
     assert choose([load("p0", links=failed)], [load("d0")], ask, quick).runs == ()
-    p, d = load("p0"), load("d0", links={"s": Link(0.0, is_degraded=True)})
+    p, d = load("p0"), load("d0", links={"s": LinkView(0.0, is_degraded=True)})
     choice = choose([p], [d, load("d1", num_requests=15)])
     assert choice.decode_id == "d1"
     choice = choose([p], [d, load("d1", num_requests=17)])
@@ -408,10 +421,10 @@ def test_a_degraded_link_is_used_only_where_it_beats_computing() -> None:
     """A block of 1,600 bytes takes 16 ms to compute: at 1e5 bytes/s as long to fetch."""
     ask = _holding({"t": 7, "u": 5})
     for rate, node in ((9e4, "u"), (2e5, "t")):
-        links = {"t": Link(rate, is_degraded=True)}
+        links = {"t": LinkView(rate, is_degraded=True)}
         (run,) = choose([load("p0", links=links)], [load("d0")], ask).runs
         assert run.node_id == node
-    healthy = {"t": Link(9e4)}
+    healthy = {"t": LinkView(9e4)}
     (run,) = choose([load("p0", links=healthy)], [load("d0")], ask).runs
     assert run.node_id == "t"  # slow for its kind of link, or computing is slower than we guess
 
@@ -443,7 +456,7 @@ loads = st.builds(
 )
 links = st.dictionaries(
     st.sampled_from(["s", "t", "a/lent"]),
-    st.builds(Link, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
+    st.builds(LinkView, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
 )
 
 
@@ -452,8 +465,8 @@ links = st.dictionaries(
     decode=st.lists(st.tuples(loads, links), min_size=1, max_size=4),
 )
 def test_whatever_was_measured_the_choice_is_a_valid_pair_of_finite_cost(
-    prefill: list[tuple[WorkerLoad, dict[str, Link]]],
-    decode: list[tuple[WorkerLoad, dict[str, Link]]],
+    prefill: list[tuple[WorkerLoad, dict[str, LinkView]]],
+    decode: list[tuple[WorkerLoad, dict[str, LinkView]]],
 ) -> None:
     p_loads, d_loads = (
         [replace(load, links=links) for load, links in loads] for loads in (prefill, decode)

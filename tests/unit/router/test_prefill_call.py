@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall
 
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, prefill_pb2
-from services.router.prefill_call import ALLOWED, CallState, PrefillCall
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
 
 CANCELLED, EXHAUSTED = 1, 8
@@ -128,7 +128,7 @@ def test_whatever_happens_a_handle_has_one_owner(steps: list[str]) -> None:
 
 
 def test_the_states_are_the_ones_documented() -> None:
-    assert ALLOWED[CallState.OVER] == frozenset()
+    assert PREFILL_TRANSITIONS[CallState.OVER] == frozenset()
     made = Made()
     made.call.on_word(ACCOUNT)
     with pytest.raises(Internal, match="over -> over"):

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 
 from process.errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
-from services.router.probation import ALLOWED, Probation, Standing
 from tests.harness.waiting import Clock
 
 W, LIFE = "d0", "a life"
@@ -30,27 +30,27 @@ def test_pauses_grow_and_are_bounded() -> None:
     probation = _probation(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 8.0):
         probation.failed(W, LIFE)
-        assert probation.standing(W, LIFE) is Standing.PAUSED
+        assert probation.standing(W, LIFE) is Suspicion.PAUSED
         clock.now_s += pause_s - 0.01
         assert probation.due() == [] and probation.is_suspect(W, LIFE)
         clock.now_s += 0.02
         assert probation.due() == [(W, LIFE)]
         assert probation.due() == []  # one probe at a time
-        assert probation.standing(W, LIFE) is Standing.PROBING
+        assert probation.standing(W, LIFE) is Suspicion.PROBING
         probation.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("error", "standing"),
     [
-        (Unavailable("gone"), Standing.PAUSED),
-        (NoCapacity("full"), Standing.TRUSTED),
-        (DeadlineExceeded("late"), Standing.HALF_OPEN),
-        (Cancelled("by its client"), Standing.HALF_OPEN),
-        (KeyboardInterrupt(), Standing.HALF_OPEN),
+        (Unavailable("gone"), Suspicion.PAUSED),
+        (NoCapacity("full"), Suspicion.TRUSTED),
+        (DeadlineExceeded("late"), Suspicion.HALF_OPEN),
+        (Cancelled("by its client"), Suspicion.HALF_OPEN),
+        (KeyboardInterrupt(), Suspicion.HALF_OPEN),
     ],
 )
-def test_how_the_try_ends(error: BaseException, standing: Standing) -> None:
+def test_how_the_try_ends(error: BaseException, standing: Suspicion) -> None:
     """An answer of any kind is one; what we end ourselves says nothing of the worker."""
     clock = Clock()
     probation = _probation(clock)
@@ -67,10 +67,10 @@ def test_a_failed_probe_counts_and_a_late_one_does_not() -> None:
     clock.now_s += 2
     probation.due()
     probation.probed(W, LIFE, is_well=False)
-    assert probation.standing(W, LIFE) is Standing.PAUSED
+    assert probation.standing(W, LIFE) is Suspicion.PAUSED
     probation.served(W, LIFE)
     probation.probed(W, LIFE, is_well=False)  # somebody was served meanwhile
-    assert probation.standing(W, LIFE) is Standing.TRUSTED
+    assert probation.standing(W, LIFE) is Suspicion.TRUSTED
 
 
 def test_a_second_request_beside_the_try_does_not_end_it() -> None:
@@ -80,7 +80,7 @@ def test_a_second_request_beside_the_try_does_not_end_it() -> None:
     with probation.trial(W, LIFE):
         with pytest.raises(DeadlineExceeded), probation.trial(W, LIFE):
             raise DeadlineExceeded("late")
-        assert probation.standing(W, LIFE) is Standing.TRIED
+        assert probation.standing(W, LIFE) is Suspicion.TRIED
 
 
 def test_another_life_is_trusted_and_who_is_gone_forgotten() -> None:
@@ -89,7 +89,7 @@ def test_another_life_is_trusted_and_who_is_gone_forgotten() -> None:
     told: list[str] = []
     probation.on_change.append(told.append)
     probation.failed(W, LIFE)
-    assert probation.standing(W, "another life") is Standing.TRUSTED
+    assert probation.standing(W, "another life") is Suspicion.TRUSTED
     probation.reconcile({W: LIFE})
     assert probation.is_suspect(W, LIFE)
     probation.reconcile({W: "another life"})
@@ -101,11 +101,11 @@ def test_another_life_is_trusted_and_who_is_gone_forgotten() -> None:
 
 
 def test_moves_outside_the_table_are_refused() -> None:
-    assert set(ALLOWED) == set(Standing)
+    assert set(ALLOWED) == set(Suspicion)
     probation = _probation(Clock())
     probation.failed(W, LIFE)
     with pytest.raises(Internal, match="paused -> may be tried"):
-        probation._move(W, Standing.HALF_OPEN)
+        probation._move(W, Suspicion.HALF_OPEN)
 
 
 def test_whatever_happens_the_laws_hold(seed: int, scale: Callable[[int], int]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
+from services.router.testing.fake_workers import FakePrefill, FakeServedModel
+from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 
 from process.registry import connect_redis
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
-from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import BOUND_S
 from tests.harness.waiting import Clock
@@ -51,7 +50,7 @@ async def registry(redis_server: RedisServer, clock: Clock) -> AsyncIterator[Reg
 
 
 async def _register(client: Any, *names: str) -> list[FakePrefill]:
-    workers = [FakePrefill(name, FakeModel()) for name in names]
+    workers = [FakePrefill(name, FakeServedModel()) for name in names]
     for worker in workers:
         await worker.register(client)
     return workers
@@ -314,7 +313,7 @@ async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -
 
 
 def test_links_are_those_that_were_measured_the_last_of_each_store() -> None:
-    worker = FakePrefill("p0", FakeModel())
+    worker = FakePrefill("p0", FakeServedModel())
     worker.links = [
         {"node_id": "n0", "read_bytes_per_s": 5.0, "degraded": True, "measured_unix_ms": 2},
         {"node_id": "n0", "read_bytes_per_s": 9.0, "measured_unix_ms": 1},
@@ -326,14 +325,14 @@ def test_links_are_those_that_were_measured_the_last_of_each_store() -> None:
         {"node_id": "n6", "problem": "wrong bytes", "degraded": True},
     ]
     assert worker_view(worker.status()).links == {
-        "n0": Link(5.0, is_degraded=True),
-        "n1": Link(7.0),
-        "n6": Link(0.0, is_degraded=True),
+        "n0": LinkView(5.0, is_degraded=True),
+        "n1": LinkView(7.0),
+        "n6": LinkView(0.0, is_degraded=True),
     }
 
 
 def test_what_makes_a_worker_unusable() -> None:
-    model = FakeModel()
+    model = FakeServedModel()
     served = ServedModel(("fake", "./fake"), model.tokenizer_digest)
     worker = FakePrefill("p0", model)
     worker.address = "h:1"

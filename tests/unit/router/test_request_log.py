@@ -9,13 +9,11 @@ from enum import Enum
 from types import SimpleNamespace
 
 import pytest
+from services.router.request_stats import MANY, MAX_SPANS, RequestLog, StageTimes, UsageHistory
 
 from protos import common_pb2, inference_pb2
-from services.router import request_log, usage_history
-from services.router.policy import Choice
-from services.router.request_log import MANY, MAX_SPANS, RequestLog
-from services.router.times import StageTimes
-from services.router.usage_history import UsageHistory
+from services.router import request_stats
+from services.router.policies import Choice
 from tests.harness.waiting import Clock, until
 
 WALL_NS = 1_700_000_000 * 10**9
@@ -110,7 +108,7 @@ def test_the_history_is_the_totals_cut_into_intervals(
     random_ = random.Random(seed)
     log, levels = RequestLog(), SimpleNamespace(now=(0, 0))
     history = UsageHistory(lambda: log.totals, lambda: levels.now, wall_ns=lambda: WALL_NS)
-    num_points = usage_history.NUM_POINTS + 10
+    num_points = request_stats.NUM_POINTS + 10
     sums = dict.fromkeys(("num_output_tokens", "num_tokens_local", "num_finished"), 0)
     for index in range(num_points):
         for _ in range(random_.randrange(3)):
@@ -128,7 +126,7 @@ def test_the_history_is_the_totals_cut_into_intervals(
         history.take_point()
         for name in sums:
             sums[name] += getattr(history.points[-1], name)
-    assert len(history.points) == usage_history.NUM_POINTS
+    assert len(history.points) == request_stats.NUM_POINTS
     assert history.points[-1].num_in_flight == num_points - 1
     assert history.points[-1].num_waiting == 2 * (num_points - 1)
     assert sums == {
@@ -139,7 +137,7 @@ def test_the_history_is_the_totals_cut_into_intervals(
 
 
 async def test_the_history_takes_points_by_itself() -> None:
-    history = UsageHistory(request_log.Totals, lambda: (0, 0), interval_s=0.01)
+    history = UsageHistory(request_stats.Totals, lambda: (0, 0), interval_s=0.01)
     history.start()
     await until(lambda: len(history.points) >= 2)
     task = history._task

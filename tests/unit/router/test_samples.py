@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from services.router.output import AnswerOutput, SampleOutput
+from services.router.worker_client import SampleNews
 
 from process.errors import Internal
 from protos import common_pb2, prefill_pb2
-from services.router.answer import Answer
-from services.router.decode_leg import SampleNews
-from services.router.samples import Samples
 from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 
@@ -18,9 +17,9 @@ TOKENIZER = byte_level()
 A, B, C = TOKENIZER.encode("abc")
 
 
-def _samples(n: int, **sampling: Any) -> Samples:
-    answers = [Answer("r", OutputText(TOKENIZER), sample_index=index) for index in range(n)]
-    return Samples(answers, common_pb2.SamplingParams(n=n, **sampling))
+def _samples(n: int, **sampling: Any) -> AnswerOutput:
+    answers = [SampleOutput("r", OutputText(TOKENIZER), sample_index=index) for index in range(n)]
+    return AnswerOutput(answers, common_pb2.SamplingParams(n=n, **sampling))
 
 
 def _first(index: int, *token_ids: int, **fields: Any) -> prefill_pb2.PrefillReply:
@@ -130,7 +129,7 @@ def test_beams_go_on_until_one_is_shown() -> None:
 
 
 def test_a_prompts_log_probabilities_are_told_once_over_all_calls() -> None:
-    samples = Samples([], common_pb2.SamplingParams(), num_scored_tokens=3)
+    samples = AnswerOutput([], common_pb2.SamplingParams(), num_scored_tokens=3)
 
     def take(*token_ids: int) -> list[int]:
         entries = [

@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.worker.kv_swap import Stage, StagingRows, StoreParking
+from services.worker.store_pool import StoreConnector, StoreTarget
+from services.worker.store_writer import RENEWALS_PER_TTL
 
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks
-from kvstore import invariants, serve
+from kvstore import invariants, store_process
 from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from process.deadline import Deadline
-from services.worker.block_writer import RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
-from services.worker.parked_put import Stage
-from services.worker.parking import StoreParking
-from services.worker.staging_rows import StagingRows
-from services.worker.store_target import StoreTarget
 from tests.harness.waiting import until
 
 FRAME_BYTES = 4096
@@ -57,7 +54,7 @@ class Lot:
             stop_timeout_s=0.0,
             **({"listen": self.address} if self.address else {}),
         )
-        store = await self._exit.enter_async_context(serve.running(settings))
+        store = await self._exit.enter_async_context(store_process.running(settings))
         self.address, self.node = store.address, store.node
 
     async def kill_store(self) -> None:

@@ -15,7 +15,7 @@ from engine.engine import LLMEngine
 from engine.errors import RequestTooLong
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
-from services.worker.admission import Admission
+from services.prefill.worker import BlockQueue
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import settled, until
@@ -26,29 +26,29 @@ SOON = 30.0
 @asynccontextmanager
 async def small_worker(
     max_waiting: int = 100,
-) -> AsyncIterator[tuple[LLMEngine, EngineThread, Admission]]:
+) -> AsyncIterator[tuple[LLMEngine, EngineThread, BlockQueue]]:
     """64 blocks of 4 tokens."""
     engine = fake_engine(num_blocks=64)
     async with running(engine) as thread:
-        admission = Admission(thread, max_waiting=max_waiting)
+        admission = BlockQueue(thread, max_waiting=max_waiting)
         yield engine, thread, admission
         await admission.stop()
         assert engine.stats().num_referenced_blocks == 0
 
 
-async def give_back(thread: EngineThread, admission: Admission, name: str) -> None:
+async def give_back(thread: EngineThread, admission: BlockQueue, name: str) -> None:
     await thread.call(lambda e: e.abort(name))
     admission.room_may_have_come()
 
 
-async def are_tried(thread: EngineThread, admission: Admission) -> None:
+async def are_tried(thread: EngineThread, admission: BlockQueue) -> None:
     """All requests that wait have been tried since the last one came."""
     await until(lambda: not admission._wake.is_set())
     await thread.call(lambda e: None)
 
 
 def ask(
-    engine: LLMEngine, admission: Admission, name: str, num_tokens: int, timeout_s: float = SOON
+    engine: LLMEngine, admission: BlockQueue, name: str, num_tokens: int, timeout_s: float = SOON
 ):
     # type: ignore[no-untyped-def]
     prompt = prompt_of(num_tokens, start=hash(name) % 89)

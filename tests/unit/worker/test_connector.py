@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from services.worker.store_pool import StoreConnector, StoreTarget
 
 from engine.request import Reservation
 from kvstore.block_refs import Block
@@ -24,11 +25,9 @@ from kvstore.transport.base import BlockMemory, GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
-from services.worker import connector as module
+from services.worker import store_pool as module
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
-from services.worker.store_target import StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import Clock, until
 

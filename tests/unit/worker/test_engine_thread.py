@@ -15,8 +15,7 @@ from engine.errors import RankFailed
 from engine.outputs import StepOutput
 from process.errors import Internal, Unavailable
 from services.worker import engine_thread
-from services.worker.engine_thread import EngineThread
-from services.worker.step_watch import StepWatch
+from services.worker.engine_thread import EngineThread, StepWatch
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, Clock, settled, until
 

@@ -18,7 +18,7 @@ from process.errors import Internal
 from process.signing_keys import SigningKey, new_key
 from protos import common_pb2
 from services.worker import handle as handles
-from services.worker.handle_keys import HandleKeys
+from services.worker.handle import HandleKeys
 
 hashes = st.binary(min_size=16, max_size=16)
 blocks = st.builds(
@@ -31,7 +31,7 @@ blocks = st.builds(
     tier=st.sampled_from(Tier),
 )
 runs = st.builds(
-    handles.Run,
+    handles.HandleRun,
     node_id=st.text(max_size=8),
     store_address=st.text(max_size=8),
     store_incarnation=hashes,
@@ -194,7 +194,7 @@ def test_without_a_valid_key_or_a_signature_nothing_but_the_version_is_looked_at
 
 def small_handle() -> handles.Handle:
     full = tuple(Block(bytes([i]) * 16, i, 2, 0, 4) for i in range(3))
-    run = handles.Run("n", "a", b"i" * 16, "lease", 0, full)
+    run = handles.HandleRun("n", "a", b"i" * 16, "lease", 0, full)
     tail = dataclasses.replace(run, first_block=3, blocks=(Block(b"", 9, 2, 0, 2),))
     return handles.Handle(
         *("r", "t", "", "ab" * 32, "p", b"p" * 16, 4, 14, (run,), tail, 1_000_000, b"n" * 16)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process import signing_keys
-from services.worker.handle_keys import MAC_BYTES, HandleKeys
+from services.worker.handle import MAC_BYTES, HandleKeys
 
 KEYS = HandleKeys([signing_keys.new_key(), signing_keys.new_key()])
 

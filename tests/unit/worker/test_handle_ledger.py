@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker import handle as handles
-from services.worker.handle import CLOCK_SLACK_S, Handle, HandleRefused
-from services.worker.handle_ledger import LEDGER_FULL, HandleLedger
+from services.worker.handle import CLOCK_SLACK_S, LEDGER_FULL, Handle, HandleLedger, HandleRefused
 
 BASE = Handle("r", "t", "", "ab" * 32, "p", b"p" * 16, 4, 0, (), None, 0, b"n" * 16)
 

@@ -7,20 +7,19 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from services.worker.handle_builder import HandleBuilder, LeasedBlocks, runs_of
 
 from kvstore.block_refs import Block
-from services.worker.handle_maker import HandleMaker
-from services.worker.parts import Part, runs_of
 
 SIZE = 4
 
 
-def part(node: int, num_blocks: int) -> Part:
+def part(node: int, num_blocks: int) -> LeasedBlocks:
     """Blocks 0.. at one node; the frame says whose they are."""
     name = f"store-{node}"
     client: Any = SimpleNamespace(node_id=name, address=f"{name}:1", incarnation=bytes([node]) * 16)
     refs = [Block(bytes([i]) * 16, 100 * node + i, 2, 7, SIZE) for i in range(num_blocks)]
-    return Part(client, f"lease-{node}", refs)
+    return LeasedBlocks(client, f"lease-{node}", refs)
 
 
 @given(st.lists(st.integers(0, 20), max_size=6))
@@ -44,13 +43,13 @@ def test_runs_cover_the_longest_prefix_once_from_the_first_store_that_has_it(
     assert len({run.node_id for run in runs}) == len(runs)
 
 
-def maker(num_tokens: int) -> HandleMaker:
+def maker(num_tokens: int) -> HandleBuilder:
     ask: Any = SimpleNamespace(request_id="r", tenant="t", adapter="")
     core: Any = SimpleNamespace(
         model=SimpleNamespace(block_size=SIZE, fingerprint="ab"),
         identity=SimpleNamespace(worker_id="prefill-0", incarnation=bytes(16)),
     )
-    return HandleMaker(core, ask, num_tokens)
+    return HandleBuilder(core, ask, num_tokens)
 
 
 TAIL = Block(b"", 9, 2, 7, 2)

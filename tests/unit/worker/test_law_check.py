@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from services.worker.runtime import SHARE, InvariantCheck
 
 from process.errors import Internal
-from services.worker.law_check import SHARE, LawCheck
 
 
 class _Laws:
@@ -19,7 +19,7 @@ class _Laws:
         self.num_at_once = self.most_at_once = 0
         self.gate = asyncio.Event()
         self.gate.set()
-        self.check = LawCheck(self._look, lambda: self.now_s)
+        self.check = InvariantCheck(self._look, lambda: self.now_s)
 
     async def _look(self) -> float:
         self.num_at_once += 1
@@ -125,7 +125,7 @@ async def test_a_look_under_way_counts_in_the_next_role_and_its_finding_does_not
             raise Internal("the worker is stopping")
         return held_s
 
-    check = LawCheck(old_look, lambda: laws.now_s)
+    check = InvariantCheck(old_look, lambda: laws.now_s)
     laws.gate.clear()
     before = asyncio.ensure_future(check.problem(is_busy=is_busy))
     await _turn()

@@ -9,26 +9,26 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from kvstore.link_quality import LinkRates
 
 from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.links import Rates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
-from services.worker.status import links_to_proto
+from services.worker.provenance import links_to_proto
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
-RATES = Rates(2**20, 4e9, 3e9, 0.001, 8e9)
-SLOW = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
+RATES = LinkRates(2**20, 4e9, 3e9, 0.001, 8e9)
+SLOW = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
 
 
 class FakeClient:
     """Answers the n-th measurement with the n-th outcome."""
 
-    def __init__(self, *outcomes: Rates | BaseException | None, node_id: str = "node") -> None:
+    def __init__(self, *outcomes: LinkRates | BaseException | None, node_id: str = "node") -> None:
         self.node_id = node_id
         self.address = f"{node_id}:1"
         self.transport_name = "grpc"
@@ -37,7 +37,7 @@ class FakeClient:
         self.broken: str | None = None
         self.block_ids: Sequence[int] = ()
 
-    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> LinkRates:
         self.block_ids = list(block_ids)
         self.entered.set()
         outcome = self.outcomes.pop(0)
@@ -66,7 +66,9 @@ async def measuring(
         await thread.call(lambda e: e.check_integrity())
 
 
-async def measured(links: Links, *outcomes: Rates | BaseException | None, **options: Any) -> Any:
+async def measured(
+    links: Links, *outcomes: LinkRates | BaseException | None, **options: Any
+) -> Any:
     """Returns: the client, whose first measurement is over."""
     client: Any = FakeClient(*outcomes, **options)
     links.measure_later(client)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget
 
 from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
@@ -21,10 +22,7 @@ from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
-from services.worker import stores as module
-from services.worker.breaker import BACKOFF_MAX_S
-from services.worker.store_target import StoreTarget
-from services.worker.stores import RemoteStores
+from services.worker import store_pool as module
 
 MAX_STORES = 3
 NUM_NODES = 5

@@ -15,6 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from process.background_tasks import end_tasks
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import WriteBehind, WriteChain, next_put_bytes
 
 from engine.engine import LLMEngine
 from engine.outputs import RequestOutput, StepOutput
@@ -25,13 +28,10 @@ from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
-from process.tasks import end_tasks
-from services.worker import write_behind
+from services.worker import store_writer
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
-from services.worker.provenance import Leg, WorkerCounts
-from services.worker.write_behind import WriteBehind, WriteChain, next_put_bytes
+from services.worker.provenance import LegProvenance, WorkerCounts
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
@@ -159,7 +159,7 @@ class Bench:
 
     def begin(self, prompt: tuple[int, ...], *, num_known: int | None = None) -> WriteChain:
         hashes = self.hashes(prompt)
-        leg = Leg(len(prompt))
+        leg = LegProvenance(len(prompt))
         known = hashes[:num_known]
         return self.writes.begin(
             "t", known, leg, num_stored=len(known), num_prompt_blocks=len(hashes)
@@ -459,7 +459,7 @@ async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
             for event in await b.generate(PROMPT, 16 * turn):
                 b.writes.add(chain, event.filled)
             await b.settle()
-        assert chain.problem == "missing" and chain.num_restarts == write_behind.MAX_RESTARTS + 1
+        assert chain.problem == "missing" and chain.num_restarts == store_writer.MAX_RESTARTS + 1
         assert b.store.puts_again[-1] is False and b.store.puts_again.count(True) >= 2
         assert b.counts.not_written_back["missing"] > 0
 
@@ -563,7 +563,9 @@ async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> No
         await b.generate(PROMPT, 31)
         hashes = b.hashes(PROMPT)
         chains = [
-            b.writes.begin("t", hashes, Leg(18), num_stored=0, client=cast(KvStoreClient, client))
+            b.writes.begin(
+                "t", hashes, LegProvenance(18), num_stored=0, client=cast(KvStoreClient, client)
+            )
             for client in (far, far, None)
         ]
         for chain in chains:
@@ -594,7 +596,7 @@ async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
                 num_known = rng.choice([None, 0]) if len(prompt) > 40 else None
                 known = hashes[:num_known]
                 num_stored = rng.choice([len(known), rng.randint(0, len(known))])
-                leg = Leg(len(prompt))
+                leg = LegProvenance(len(prompt))
                 chain = b.writes.begin(
                     "t",
                     known,
