@@ -135,6 +135,14 @@ class Runs:
             self.at(rate if isinstance(rate, int | float) else rate(self.now_s - begin_s))
         return self.decisions[first:]
 
+    def until_action(self, one_look: Callable[[], Decision], num_looks: int = 24) -> Decision:
+        """Looks again and again. Returns: the first decision in which something is done."""
+        for _ in range(num_looks):
+            decision = one_look()
+            if decision.is_action:
+                return decision
+        raise AssertionError("nothing was done")
+
     @property
     def actions(self) -> list[Decision]:
         """Those in which something was done."""

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 
 from protos import common_pb2, router_status_pb2
-from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
+from protos.router_status_pb2 import Durations, ModelTraffic
 from services.autoscaler.scaler import PoolScale
-from services.autoscaler.signals import ByRole, Observations, Role, Work
+from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Work
 
 SCALE = ByRole(PoolScale(1, 1), PoolScale(2, 2, 1))
 
@@ -33,13 +34,22 @@ class Scene:
 
     def router(self, router_id: str, life: str = "1", age_s: float = 0.5, **counts: Any) -> None:
         first, uptime_s = counts.pop("first", None), counts.pop("uptime_s", 3600.0)
-        model = router_status_pb2.ModelTraffic(model="m", **counts)
+        durations = {"bounds_s": [0.1, 1.0], "counts": first, "total_s": 1.0}
         if first is not None:
-            model.first_token.CopyFrom(
-                router_status_pb2.Durations(bounds_s=[0.1, 1.0], counts=first, total_s=1.0)
-            )
+            counts["first_token"] = Durations(**durations)
+        self.router_of(router_id, ModelTraffic(model="m", **counts), life, age_s, uptime_s)
+
+    def router_of(
+        self,
+        router_id: str,
+        models: ModelTraffic | list[ModelTraffic],
+        life: str = "1",
+        age_s: float = 0.1,
+        uptime_s: float = 0.0,
+    ) -> None:
+        models = models if isinstance(models, list) else [models]
         status = router_status_pb2.RouterStatus(
-            router_id=router_id, incarnation=life, models=[model], uptime_s=uptime_s
+            router_id=router_id, incarnation=life, models=models, uptime_s=uptime_s
         )
         self.routers = [each for each in self.routers if each.entry_id != router_id]
         self.routers.append(LiveEntry(router_id, status, age_s))
@@ -59,14 +69,19 @@ class Scene:
             ObservationInputs(self.now_s, registry, scale, flipping or {})
         )
 
+    def traffic(self) -> Traffic:
+        """Of one look more."""
+        traffic = self.look().traffic
+        assert traffic is not None
+        return traffic
+
 
 def test_the_first_look_has_nothing_to_compare_with() -> None:
     scene = Scene()
     scene.router("r", num_arrived=50)
     assert scene.look().traffic is None
     scene.router("r", num_arrived=53, num_held=2)
-    traffic = scene.look().traffic
-    assert traffic is not None
+    traffic = scene.traffic()
     assert (traffic.num_arrived, traffic.num_waiting, traffic.elapsed_s) == (3, 2, 2.0)
 
 
@@ -77,8 +92,7 @@ def test_routers_add_up() -> None:
     scene.look()
     scene.router("a", num_arrived=11, num_running=4, first=[2, 2, 3])
     scene.router("b", num_arrived=25, num_running=1, first=[0, 4, 1])
-    traffic = scene.look().traffic
-    assert traffic is not None
+    traffic = scene.traffic()
     assert (traffic.num_arrived, traffic.num_running) == (6, 5)
     assert traffic.ttft.counts == (1, 4, 1)
 
@@ -88,8 +102,7 @@ def test_a_router_that_restarts_counts_from_nothing_and_not_from_less() -> None:
     scene.router("r", num_arrived=1000)
     scene.look()
     scene.router("r", life="2", num_arrived=7, uptime_s=1.4)
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 7
+    assert scene.traffic().num_arrived == 7
 
 
 def test_a_router_that_was_there_and_not_seen_tells_nothing_yet() -> None:
@@ -97,11 +110,9 @@ def test_a_router_that_was_there_and_not_seen_tells_nothing_yet() -> None:
     scene = Scene()
     scene.look()
     scene.router("r", num_arrived=5000, uptime_s=1.6)  # and a beat that is 0.5 s old
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 0
+    assert scene.traffic().num_arrived == 0
     scene.router("r", num_arrived=5001, uptime_s=3.6)
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 1
+    assert scene.traffic().num_arrived == 1
 
 
 def test_who_could_not_be_served_by_more_workers_is_no_load() -> None:
@@ -109,8 +120,7 @@ def test_who_could_not_be_served_by_more_workers_is_no_load() -> None:
     scene.router("r", num_arrived=10, num_rejected=2)
     scene.look()
     scene.router("r", num_arrived=110, num_rejected=97)
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 5
+    assert scene.traffic().num_arrived == 5
 
 
 def test_a_router_whose_beat_came_back_is_no_burst() -> None:
@@ -118,15 +128,12 @@ def test_a_router_whose_beat_came_back_is_no_burst() -> None:
     scene.router("r", num_arrived=1000)
     scene.router("other", num_arrived=0)
     scene.look()
-    kept = [each for each in scene.routers if each.entry_id == "other"]
-    scene.routers = list(kept)
+    scene.routers = [each for each in scene.routers if each.entry_id == "other"]
     scene.look()
     scene.router("r", num_arrived=1500)
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 0
+    assert scene.traffic().num_arrived == 0
     scene.router("r", num_arrived=1502)
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 2
+    assert scene.traffic().num_arrived == 2
 
 
 def test_without_redis_what_was_seen_grows_old() -> None:
@@ -141,16 +148,13 @@ def test_without_redis_what_was_seen_grows_old() -> None:
     assert seen.pools.decode.workers[0].age_s == 7.5
     # Rates are over all the time since the last look that succeeded.
     scene.router("r", num_arrived=9)
-    traffic = scene.look().traffic
-    assert traffic is not None and (traffic.elapsed_s, traffic.num_arrived) == (9.0, 9)
+    traffic = scene.traffic()
+    assert (traffic.elapsed_s, traffic.num_arrived) == (9.0, 9)
     assert not scene.observing.problems
 
 
-def test_no_router_at_all_is_infinitely_old() -> None:
-    assert Scene().look().routers_age_s == math.inf
-
-
 def test_the_oldest_router_counts() -> None:
+    assert Scene().look().routers_age_s == math.inf
     scene = Scene()
     scene.router("a", age_s=0.1)
     scene.router("b", age_s=2.9)
@@ -216,16 +220,10 @@ def test_only_the_model_s_workers_and_traffic_count() -> None:
     scene.worker("d0")
     scene.worker("d1", model="another")
     scene.worker("x", role="king")
-    both = [
-        router_status_pb2.ModelTraffic(model="another", num_arrived=5),
-        router_status_pb2.ModelTraffic(model="m", num_arrived=1),
-    ]
-    status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=both)
-    scene.routers = [LiveEntry("r", status, 0.1)]
+    another = ModelTraffic(model="another", num_arrived=5)
+    scene.router_of("r", [another, ModelTraffic(model="m", num_arrived=1)])
     scene.look()
-    both[1].num_arrived = 4
-    status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=both)
-    scene.routers = [LiveEntry("r", status, 0.1)]
+    scene.router_of("r", [another, ModelTraffic(model="m", num_arrived=4)])
     seen = scene.look()
     assert seen.traffic is not None and seen.traffic.num_arrived == 3
     assert [worker.worker_id for worker in seen.pools.decode.workers] == ["d0"]
@@ -233,9 +231,7 @@ def test_only_the_model_s_workers_and_traffic_count() -> None:
 
 def test_several_models_and_none_named_is_said() -> None:
     scene = Scene()
-    models = [router_status_pb2.ModelTraffic(model=name) for name in ("a", "b")]
-    status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=models)
-    scene.routers = [LiveEntry("r", status, 0.1)]
+    scene.router_of("r", [ModelTraffic(model=name) for name in ("a", "b")])
     scene.look()
     assert scene.look().traffic is None
     assert "serves several models; set model" in scene.observing.problems[0]
@@ -263,12 +259,10 @@ def test_latencies_that_make_no_sense_count_as_none(spoiled: dict[str, Any]) -> 
     scene = Scene()
     scene.router("r")
     scene.look()
-    model = router_status_pb2.ModelTraffic(model="m", num_arrived=1)
-    model.first_token.CopyFrom(router_status_pb2.Durations(**spoiled))
-    status = router_status_pb2.RouterStatus(router_id="r", incarnation="1", models=[model])
-    scene.routers = [LiveEntry("r", status, 0.1)]
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 1 and not traffic.ttft.total
+    spoilt = Durations(**spoiled)
+    scene.router_of("r", ModelTraffic(model="m", num_arrived=1, first_token=spoilt))
+    traffic = scene.traffic()
+    assert traffic.num_arrived == 1 and not traffic.ttft.total
 
 
 def test_routers_that_measure_differently_lose_their_latencies_only() -> None:
@@ -277,10 +271,8 @@ def test_routers_that_measure_differently_lose_their_latencies_only() -> None:
     scene.router("b")
     scene.look()
     scene.router("a", num_arrived=2, first=[1, 1, 1])
-    other = router_status_pb2.ModelTraffic(model="m", num_arrived=3)
-    other.first_token.CopyFrom(router_status_pb2.Durations(bounds_s=[0.2], counts=[1, 1]))
-    status = router_status_pb2.RouterStatus(router_id="b", incarnation="1", models=[other])
-    scene.routers = [scene.routers[-1], LiveEntry("b", status, 0.1)]
-    traffic = scene.look().traffic
-    assert traffic is not None and traffic.num_arrived == 5 and not traffic.ttft.total
+    other = Durations(bounds_s=[0.2], counts=[1, 1])
+    scene.router_of("b", ModelTraffic(model="m", num_arrived=3, first_token=other))
+    traffic = scene.traffic()
+    assert traffic.num_arrived == 5 and not traffic.ttft.total
     assert "different classes" in scene.observing.problems[0]

@@ -14,7 +14,7 @@ from services.autoscaler.app import as_advised
 from services.autoscaler.config import START_S, Pace, PoolLimits, ScaleLimits
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.plan import check_decision
-from services.autoscaler.signals import ByRole, Pool, Role
+from services.autoscaler.signals import ByRole, Pool, Role, Traffic
 from tests.unit.autoscaler.looks import (
     EVERY_S,
     LIMITS,
@@ -134,34 +134,23 @@ def test_a_worker_of_the_pool_that_has_too_many_is_flipped_before_any_is_started
     assert flips[0].reason is Reason.BALANCE
 
 
-def test_the_least_loaded_worker_is_flipped() -> None:
+def test_the_least_loaded_worker_that_serves_is_flipped() -> None:
+    """Not an idle one that is on its way out, nor one that has not reported for long."""
     runs = Runs(workers=ByRole(1, 4))
     runs.during(60, 4.0)
-    for _ in range(20):
-        seen = look(runs.now_s, runs.workers, 12.0)
-        workers = seen.pools.decode.workers
-        rest = tuple(replace(w, num_running=0) if w.worker_id == "decode-2" else w for w in workers)
-        decode = replace(seen.pools.decode, workers=rest)
-        decision = runs.step(replace(seen, pools=seen.pools.but(Role.DECODE, decode)))
-        if decision.flips:
-            break
-    assert decision.flips == (Flip("decode-2", Role.PREFILL),)
 
-
-def test_a_worker_that_is_leaving_or_silent_is_not_flipped() -> None:
-    """The idlest ones, of which one is on its way out and one has not reported for long."""
-    runs = Runs(workers=ByRole(1, 4))
-    runs.during(60, 4.0)
-    for _ in range(20):
+    def one_look() -> Decision:
         pools = look(runs.now_s, runs.workers, 12.0).pools
-        workers = list(pools.decode.workers)
-        extra = replace(workers[0], worker_id="a", num_running=0, is_draining=True)
+        workers = [
+            replace(worker, num_running=0) if worker.worker_id == "decode-2" else worker
+            for worker in pools.decode.workers
+        ]
+        leaves = replace(workers[0], worker_id="a", num_running=0, is_draining=True)
         silent = replace(workers[0], worker_id="b", num_running=0, age_s=PACE.stale_s + 1)
-        decode = replace(pools.decode, workers=(extra, silent, *workers))
-        decision = runs.at(12.0, pools=pools.but(Role.DECODE, decode))
-        if decision.flips:
-            break
-    assert decision.flips == (Flip("decode-0", Role.PREFILL),)
+        decode = replace(pools.decode, workers=(leaves, silent, *workers))
+        return runs.at(12.0, pools=pools.but(Role.DECODE, decode))
+
+    assert runs.until_action(one_look).flips == (Flip("decode-2", Role.PREFILL),)
 
 
 LACKING = ScaleLimits(PoolLimits(1, 4), PoolLimits(1, 4), budget_devices=3)
@@ -178,47 +167,18 @@ def half_of_decode(**one: object) -> ByRole[Pool]:
     return ByRole(pool(Role.PREFILL, 1, LACKING_RATE), decode)
 
 
-def test_the_only_worker_that_serves_is_not_flipped() -> None:
-    """The other one that is wanted never comes: no node has room for it, or it dies at its start.
-    So it is the one that makes room."""
-    runs = Runs(limits=LACKING, workers=ByRole(1, 2))
-    while not runs.actions:
-        assert runs.now_s < 1300
-        runs.at(LACKING_RATE, pools=half_of_decode())
-    (first,) = runs.actions
-    assert first.direction is Direction.DOWN and first.wanted == ByRole(1, 1)
-
-
 def test_while_a_flip_outlasts_its_call_nobody_else_is_taken() -> None:
     """The worker drains on behind a call that was given up, and belongs to its old pool until it
     is done. Neither does the last one that serves follow it, nor is it ended."""
     runs = Runs(limits=LACKING, workers=ByRole(1, 2))
-    while not runs.actions:
-        runs.at(LACKING_RATE)
-    assert runs.actions[0].direction is Direction.FLIP
+    assert runs.until_action(lambda: runs.at(LACKING_RATE)).direction is Direction.FLIP
     runs.workers = ByRole(1, 2)  # as it is counted again
     draining = half_of_decode(is_draining=True, can_flip=False)
     for _ in range(60):
         runs.at(LACKING_RATE, pools=draining)
     assert len(runs.actions) == 1
-    for _ in range(60):  # it came back as what it was
-        runs.at(LACKING_RATE)
-        if len(runs.actions) == 2:
-            break
-    assert runs.actions[1].direction is Direction.FLIP
-
-
-def test_flips_keep_their_distance_and_wait_for_one_another() -> None:
-    limits = replace(LIMITS, budget_devices=6)
-    runs = Runs(workers=ByRole(1, 5), limits=limits)
-    runs.during(120, 30.0)
-    moments = [d.at_s for d in runs.actions if d.direction is Direction.FLIP]
-    assert len(moments) >= 2
-    assert min(b - a for a, b in itertools.pairwise(moments)) >= PACE.flip_cooldown_s
-    runs = Runs(workers=ByRole(1, 5), limits=limits)
-    for _ in range(24):
-        runs.at(30.0, num_flipping=1)
-    assert Direction.FLIP not in directions(runs.decisions)
+    # It came back as what it was.
+    assert runs.until_action(lambda: runs.at(LACKING_RATE), 60).direction is Direction.FLIP
 
 
 def test_who_cannot_flip_is_not_asked_and_makes_room_instead() -> None:
@@ -304,14 +264,6 @@ def test_what_breaks_a_limit_is_put_right_at_once(
     assert LIMITS.allows(runs.workers)
 
 
-def test_a_smaller_budget_takes_away_no_more_at_once_than_may_go() -> None:
-    limits = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), 4, max_removed_workers=2)
-    runs = Runs(limits=limits, workers=ByRole(5, 5))
-    removed = [-sum(map(runs.at(40.0).change, Role)) for _ in range(3)]
-    assert removed == [2, 2, 2]
-    assert limits.allows(runs.workers)
-
-
 def test_a_limit_that_only_seems_broken_takes_nobody_away() -> None:
     """Two of four decode workers serve as prefill workers, says a registry that is not read yet, or
     was just emptied: without it there are four of one role, one too many beside the other's
@@ -325,25 +277,6 @@ def test_a_limit_that_only_seems_broken_takes_nobody_away() -> None:
         decision = runs.at(1.0, pools=pools, traffic=None, routers_age_s=math.inf)
         assert not decision.is_action
         assert decision.reason is Reason.INCOMPLETE and "decode" in decision.binding
-
-
-@pytest.mark.parametrize(
-    "stale",
-    [
-        {"routers_age_s": 16.0},
-        {"routers_age_s": math.inf},
-        {"scale_age_s": 16.0},
-        {"traffic": None},
-    ],
-    ids=str,
-)
-def test_stale_signals_freeze_it(stale: dict[str, object]) -> None:
-    runs = Runs()
-    runs.during(60, 2.0)
-    for _ in range(60):
-        decision = runs.at(50.0, **stale)
-        assert decision.reason is Reason.STALE and not decision.is_action
-        assert decision.binding
 
 
 def test_workers_that_do_not_report_freeze_it() -> None:
@@ -416,11 +349,8 @@ def test_workers_with_requests_of_a_router_that_is_not_seen_are_kept() -> None:
     pools = look(runs.now_s, runs.workers, 0.0).pools
     old = replace(busy(PACE.stale_s + 1).decode.workers[0], worker_id="gone")
     pools = pools.but(Role.DECODE, replace(pools.decode, workers=(*pools.decode.workers, old)))
-    for _ in range(200):
-        decision = runs.at(0.0, traffic=idle, pools=pools)
-        if decision.is_action:
-            break
-    assert decision.reason is Reason.IDLE and decision.wanted == ByRole(0, 0)
+    action = runs.until_action(lambda: runs.at(0.0, traffic=idle, pools=pools), 200)
+    assert action.reason is Reason.IDLE and action.wanted == ByRole(0, 0)
 
 
 def test_min_of_one_keeps_one() -> None:
@@ -429,71 +359,56 @@ def test_min_of_one_keeps_one() -> None:
     assert runs.workers == ByRole(1, 1)
 
 
-def test_late_requests_bring_a_worker_though_the_model_says_that_there_are_enough() -> None:
-    runs = Runs(workers=ByRole(2, 1))
-    runs.during(120, 10.0)
-    assert runs.workers == ByRole(2, 1)
-    for _ in range(24):
-        runs.at(10.0, traffic=replace(traffic(10.0, ttft_s=3.0), num_queued=4))
-        if runs.actions:
-            break
-    assert runs.actions[0].reason is Reason.LATENCY
-    assert runs.actions[0].wanted == ByRole(3, 1)
-    assert any(decision.terms.get("ttft_s", 0.0) > 1.0 for decision in runs.decisions)
+LATE = replace(traffic(10.0, ttft_s=3.0), num_queued=4)
 
 
-def test_late_tokens_are_decode_workers_to_bring() -> None:
+@pytest.mark.parametrize(
+    ("rate", "late", "wanted"),
+    [(10.0, LATE, ByRole(3, 1)), (8.0, traffic(8.0, tpot_s=0.09), ByRole(2, 2))],
+    ids=["first tokens", "tokens"],
+)
+def test_what_is_late_brings_a_worker_though_the_model_says_that_there_are_enough(
+    rate: float, late: Traffic, wanted: ByRole[int]
+) -> None:
     runs = Runs(workers=ByRole(2, 1))
-    runs.during(120, 8.0)
+    runs.during(120, rate)
     assert runs.workers == ByRole(2, 1)
-    for _ in range(24):
-        runs.at(8.0, traffic=traffic(8.0, tpot_s=0.09))
-        if runs.actions:
-            break
-    assert runs.actions[0].wanted == ByRole(2, 2)
+    action = runs.until_action(lambda: runs.at(rate, traffic=late))
+    assert (action.reason, action.wanted) == (Reason.LATENCY, wanted)
+    assert any(decision.terms.get("ttft_s", 0.0) > 1.0 for decision in runs.decisions) == (
+        late is LATE
+    )
 
 
 def test_late_first_tokens_for_want_of_blocks_are_decode_workers_to_bring() -> None:
     runs = Runs(workers=ByRole(2, 1))
     runs.during(120, 10.0)
-    for _ in range(24):
+
+    def one_look() -> Decision:
         pools = look(runs.now_s, runs.workers, 10.0).pools
         full = tuple(replace(w, num_free_blocks=0, num_running=60) for w in pools.decode.workers)
         decode = replace(pools.decode, workers=full)
-        late = replace(traffic(10.0, ttft_s=3.0), num_queued=4)
-        runs.at(10.0, traffic=late, pools=pools.but(Role.DECODE, decode))
-        if runs.actions:
-            break
-    assert runs.actions[0].wanted.decode == 2
+        return runs.at(10.0, traffic=LATE, pools=pools.but(Role.DECODE, decode))
+
+    assert runs.until_action(one_look).wanted.decode == 2
 
 
-def test_late_requests_of_a_pool_that_is_hardly_busy_bring_nobody() -> None:
-    """What more workers cannot cure must not cost workers."""
-    runs = Runs(workers=ByRole(4, 2), pace=replace(PACE, down_s=1e6))
-    runs.during(60, 5.0)
+@pytest.mark.parametrize(
+    ("workers", "rate", "note"),
+    [
+        (ByRole(4, 2), 5.0, "more workers would not help"),  # hardly busy
+        (ByRole(2, 1), 10.0, "nobody waits"),  # long prompts: found by the simulator
+    ],
+)
+def test_what_more_workers_cannot_cure_brings_none(
+    workers: ByRole[int], rate: float, note: str
+) -> None:
+    runs = Runs(workers=workers, pace=replace(PACE, down_s=1e6))
+    runs.during(120, rate)
     for _ in range(60):
-        decision = runs.at(5.0, traffic=traffic(5.0, ttft_s=3.0))
+        decision = runs.at(rate, traffic=traffic(rate, ttft_s=3.0))
         assert not decision.is_action
-    assert any("more workers would not help" in note for note in decision.notes)
-
-
-def test_first_tokens_that_are_late_without_any_waiting_bring_nobody() -> None:
-    """Long prompts that take longer than the target by themselves: found by the simulator."""
-    runs = Runs(workers=ByRole(2, 1))
-    runs.during(120, 10.0)
-    for _ in range(60):
-        decision = runs.at(10.0, traffic=traffic(10.0, ttft_s=3.0))
-        assert not decision.is_action
-    assert any("nobody waits" in note for note in decision.notes)
-
-
-def test_latencies_told_when_nobody_is_there_and_nothing_asked_are_let_be() -> None:
-    """The last answers' latencies may arrive after the last worker has gone."""
-    runs = Runs(limits=ZERO, workers=ByRole(0, 0))
-    nobody = ByRole(pool(Role.PREFILL, 0, 0.0), pool(Role.DECODE, 0, 0.0))
-    late = replace(traffic(10.0, ttft_s=3.0, tpot_s=0.2), num_arrived=0, num_running=0)
-    for _ in range(20):
-        assert not runs.at(0.0, traffic=late, pools=nobody).is_action
+    assert any(note in said for said in decision.notes)
 
 
 def test_what_a_shortage_explains_is_no_strain() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process.settings import SettingsError, build
-from services.autoscaler.config import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
-from services.autoscaler.signals import ByRole, Histogram, Pool, Role, Traffic
+from process.settings import SettingsError
+from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
+from services.autoscaler.signals import Histogram, Pool, Traffic
 
 COUNTS = st.lists(st.integers(0, 50), min_size=5, max_size=5).map(tuple)
 BOUNDS_S = (0.1, 0.5, 1.0, 4.0)
@@ -75,13 +75,6 @@ def test_a_pools_devices_are_those_of_all_who_are_there() -> None:
     assert Pool(wanted=3, num_ready=1).num_starting == 2
 
 
-def test_values_by_role() -> None:
-    pair = ByRole(1, 2)
-    assert pair.but(Role.DECODE, 5) == ByRole(1, 5)
-    assert pair.map(lambda role, num: f"{role.value} {num}") == ByRole("prefill 1", "decode 2")
-    assert Role.PREFILL.other is Role.DECODE and Role.DECODE.other is Role.PREFILL
-
-
 @pytest.mark.parametrize(
     ("make", "field"),
     [
@@ -106,10 +99,3 @@ def test_settings_out_of_range_name_their_field(make: object, field: str) -> Non
     assert callable(make)
     with pytest.raises(SettingsError, match=field):
         make()
-
-
-def test_settings_are_loaded_like_all_others() -> None:
-    found = build(PlanSettings, {"limits": {"prefill": {"max_workers": 4}}, "pace": {"up_s": 5}})
-    assert found.limits.prefill.max_workers == 4 and found.pace.up_s == 5
-    with pytest.raises(SettingsError, match="nearest is 'budget_devices'"):
-        build(PlanSettings, {"limits": {"budget_device": 4}})

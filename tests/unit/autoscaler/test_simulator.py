@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 from process.errors import Internal
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Flip
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Role
-from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=12)
 TARGETS = Targets()
@@ -99,37 +99,6 @@ def test_a_worker_that_leaves_loses_nothing_and_its_device_is_free_later() -> No
     assert cluster.present() == ByRole(1, 1)
     assert len(cluster.finished) == 20
     cluster.check_integrity()
-
-
-def test_requests_wait_for_the_first_workers() -> None:
-    cluster = SimulatedCluster(Machines(start_s=30.0), ByRole(0, 0))
-    cluster.advance(5.0)
-    cluster.arrive(SimulatedRequest(5.0, 100, 0, 10))
-    cluster.advance(10.0)
-    seen = cluster.observe()
-    assert seen.traffic is not None and seen.traffic.num_waiting == 1
-    cluster.set(ByRole(1, 1))
-    cluster.advance(60.0)
-    (request,) = cluster.finished
-    assert request.ttft_s == pytest.approx(35.0, abs=0.2)
-
-
-def test_what_is_seen_is_told_once() -> None:
-    cluster = SimulatedCluster(Machines(), ByRole(1, 1))
-    cluster.advance(1.0)
-    cluster.arrive(SimulatedRequest(1.0, 1000, 200, 20))
-    cluster.advance(5.0)
-    first, second = cluster.observe(), cluster.observe()
-    assert first.traffic is not None
-    assert first.traffic.num_arrived == first.traffic.num_finished == 1
-    assert first.traffic.num_cached_tokens == 200
-    (worker,) = first.pools.prefill.workers
-    assert worker.work.num_computed_tokens == 800
-    assert second.traffic is None
-    cluster.advance(10.0)
-    third = cluster.observe()
-    assert third.traffic is not None
-    assert third.traffic.num_arrived == third.traffic.ttft.total == 0
 
 
 @pytest.mark.parametrize("seed_of", range(3))

@@ -115,16 +115,6 @@ async def test_who_has_given_up_is_not_computed_for() -> None:
     assert b.proposer.batches == [1] and b.thread.num_waiting == 0
 
 
-async def test_no_more_calls_wait_than_may() -> None:
-    b = Bench(max_waiting_calls=1)
-    first = await b.begin()
-    with pytest.raises(NoCapacity):
-        await b.call(OTHER, _ask(1))
-    b.proposer.may.set()
-    await first
-    await b.end()
-
-
 async def test_what_waits_is_bounded_whoever_gives_up_and_whatever_is_over() -> None:
     b = Bench(max_waiting_calls=4)
     first = await b.begin()

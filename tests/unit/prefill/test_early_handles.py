@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from services.prefill.request import MIN_GROWTH, PartialHandleSchedule
 
 
@@ -64,17 +63,6 @@ class Schedule(RuleBasedStateMachine):
 TestSchedule = Schedule.TestCase
 
 
-def test_the_first_waits_for_no_step() -> None:
-    early = PartialHandleSchedule(wanted=True)
-    early.stored(3)
-    assert early.is_due and early.news.is_set()
-    early.told(3)
-    early.stored(5)
-    assert not early.is_due
-    early.stepped()
-    assert early.is_due
-
-
 @pytest.mark.parametrize("num_chunks", [1, 7, 100, 1000])
 def test_a_long_prompt_costs_references_in_proportion_to_its_length(num_chunks: int) -> None:
     early = PartialHandleSchedule(wanted=True)
@@ -88,11 +76,3 @@ def test_a_long_prompt_costs_references_in_proportion_to_its_length(num_chunks: 
     assert told[0] == 32
     assert told[-1] >= 32 * num_chunks * MIN_GROWTH / (MIN_GROWTH + 1)
     assert sum(told) <= (MIN_GROWTH + 1.5) * 32 * num_chunks
-
-
-def test_who_hands_nothing_over_tells_nothing() -> None:
-    early = PartialHandleSchedule(wanted=False)
-    early.stored(3)
-    early.stepped()
-    assert not early.is_due
-    assert not early.news.is_set()

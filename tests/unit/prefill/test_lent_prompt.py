@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from services.prefill.handoff import HandoffBuilder
+from services.prefill.lending import NOT_HELD, LentPrompt
+from services.worker.store_writer import TailSource
 
 from engine.outputs import FilledBlock
 from kvstore.block_refs import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from services.prefill.handoff import HandoffBuilder
-from services.prefill.lending import NOT_HELD, LentPrompt
 from services.worker.provenance import HandoverPath
-from services.worker.store_writer import TailSource
 
 NUM_FULL = 6
 CHUNK = 2
@@ -148,15 +148,6 @@ async def test_no_more_is_entered_than_a_step_fills(num_step_tokens: int) -> Non
     place.check_over()
 
 
-async def test_who_never_looks_ahead_lends_the_same() -> None:
-    place = Place()
-    place.prompt.add(FILLED)
-    await place.prompt.lend(TAIL)
-    assert place.told == BLOCK_IDS and place.prompt.problem is None
-    place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -181,27 +172,6 @@ async def test_a_block_that_is_not_what_was_expected_ends_it(
         place.lender.loans.check_lease(place.prompt.lease_id, 0.0)
     place.prompt.look_ahead()
     place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
-@pytest.mark.parametrize("has_lent", [True, False])
-async def test_what_was_entered_and_never_computed_is_given_back(has_lent: bool) -> None:
-    """The step failed, or the request was cancelled in it."""
-    place = Place()
-    place.add(FILLED[:2])
-    if has_lent:
-        await place.prompt.lend()
-    assert place.lender.loans.num_lent == 4
-    place.prompt.close(is_handed_over=False)
-    place.check_over()
-
-
-async def test_a_request_that_is_over_enters_nothing() -> None:
-    """Its first step was: the loop was still to look ahead."""
-    place = Place()
-    place.prompt.add(FILLED[:2])
-    place.prompt.close(is_handed_over=False)
-    place.prompt.look_ahead()
     place.check_over()
 
 

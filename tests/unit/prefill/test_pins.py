@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
-from kvstore.errors import LeaseLapsed
-from process.deadline import Deadline
-from process.errors import BatonError, Unavailable
 from services.prefill.request import PrefixLease, PrefixLeases
-from services.worker.config import WorkerLimits
 from services.worker.store_pool import StoreConnector
+
+from process.deadline import Deadline
+from process.errors import BatonError
+from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import fake_engine, running
 
 
@@ -87,32 +85,6 @@ async def test_what_is_kept_is_renewed_until_it_is_handed_over() -> None:
         assert store.released == ["unnamed"]
         assert pins._renewing is None
     assert store.released == ["unnamed"]
-
-
-@pytest.mark.parametrize("error", [LeaseLapsed("gone"), Unavailable("away")])
-async def test_one_that_cannot_be_renewed_is_nobody_s_any_more(error: BatonError) -> None:
-    good, bad = FakeStore(), FakeStore()
-    bad.error = error
-    async with pinning() as (pins, _):
-        lasting = pin(good, "a")
-        pins.add(lasting)
-        pins.add(pin(bad, "b"))
-        pins.add(pin(good, ""))  # nothing was pinned: nothing to renew
-        await pins.renew()
-        assert lasting in pins.held
-        assert not [each for each in pins.held if each.lease_id == "b"]
-        assert good.renewed == ["a"]
-    assert good.released == ["a"]
-    assert bad.released == ["b"]
-
-
-async def test_a_client_that_is_gone_is_not_asked() -> None:
-    store = FakeStore()
-    store.broken = "killed"
-    async with pinning() as (pins, _):
-        pins.add(pin(store, "a"))
-        await pins.renew()
-        assert (pins.held, store.renewed) == ((), [])
 
 
 async def test_the_end_comes_in_the_middle_of_a_renewal() -> None:

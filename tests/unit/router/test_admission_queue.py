@@ -25,14 +25,6 @@ def drain(queue: FairQueue) -> list[QueuedRequest]:
     return found
 
 
-def test_one_tenant_is_served_in_order() -> None:
-    queue = FairQueue()
-    sent = [QueuedRequest("a", 0, cost) for cost in (10, 100_000, 1, 5_000)]
-    for waiting in sent:
-        queue.push(waiting)
-    assert drain(queue) == sent and len(queue) == 0 and queue.num_tokens == 0
-
-
 def test_a_line_is_in_the_order_of_deadlines_then_of_arrival(seed: int) -> None:
     rng = random.Random(seed)
     queue = FairQueue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from engine import input_processor
@@ -14,13 +16,16 @@ def test_the_bound_of_samples_is_the_engines() -> None:
     assert MAX_SAMPLES == input_processor.MAX_SAMPLES
 
 
+def load(*overrides: str) -> RouterSettings:
+    return settings.load(RouterSettings, overrides=["model=m", *overrides])
+
+
 def test_defaults_with_a_model() -> None:
-    loaded = settings.load(RouterSettings, overrides=["model=baton-5m", "times.drain_s=1"])
+    loaded = load("times.drain_s=1", 'tenant_scopes=["a=s","b=s"]', "tenant_secret=hush")
     assert loaded.listen.startswith("127.0.0.1:") and loaded.times.drain_s == 1.0
-
-
-def test_a_full_admission_queue_can_still_be_asked_who_gives_way() -> None:
-    loaded = settings.load(RouterSettings, overrides=["model=baton-5m"])
+    assert loaded.tenant_scopes == ("a=s", "b=s")
+    assert "hush" not in settings.to_json(loaded)  # nor in a log
+    # A full admission queue can still be asked which request gives way.
     admitted = loaded.admission.max_active_requests + loaded.admission.max_queued_requests
     assert loaded.limits.max_requests_in_flight > admitted
 
@@ -49,50 +54,47 @@ def test_a_full_admission_queue_can_still_be_asked_who_gives_way() -> None:
         ('models=["b","m"]', "models: 'm' is named twice"),
         ("limits.num_decisions_kept=0", "limits.num_decisions_kept: must be at least 1"),
         ("client_tls.ca_file=/ca", "client_tls.ca_file: needs client_tls.cert_file"),
+        ('tls={cert_file="/c", key_file="/k"}', r"tls\.ca_file: goes with"),
         ("times.max_suspect_s=0.1", "max_suspect_s: must not be below suspect_s"),
+        ("admission.max_active_requests=0", "max_active_requests: must be at least 1"),
+        ("admission.max_queued_requests=0", "max_queued_requests: must be at least 1"),
+        ("admission.num_steps_ahead=0", "num_steps_ahead: must be at least 1"),
+        ("admission.max_tokens_per_min=-1", "max_tokens_per_min: must be at least 0"),
+        ("admission.rate_timeout_s=0", "rate_timeout_s"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, word: str) -> None:
     with pytest.raises(SettingsError, match=word):
-        settings.load(RouterSettings, overrides=["model=m", override])
+        load(override)
 
 
-def test_scopes_from_the_command_line() -> None:
-    loaded = settings.load(RouterSettings, overrides=["model=m", 'tenant_scopes=["a=s","b=s"]'])
-    assert loaded.tenant_scopes == ("a=s", "b=s")
-
-
-def test_a_secret_is_not_logged() -> None:
-    loaded = settings.load(RouterSettings, overrides=["model=m", "tenant_secret=hush"])
-    assert "hush" not in settings.to_json(loaded)
-
-
-OUTSIDE = "0.0.0.0:1"
-TLS = ("client_tls.cert_file=/c", "client_tls.key_file=/k")
+CERTIFIED = ("client_tls.cert_file=/c", "client_tls.key_file=/k")
+IN_THE_CLEAR = "in the clear and by anybody; set client_tls.cert_file"
 
 
 @pytest.mark.parametrize("port", ["listen", "http_listen"])
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((), "in the clear and by anybody; set client_tls.cert_file"),
-        (("api_keys_file=/f",), "in the clear and by anybody; set client_tls.cert_file"),
-        (TLS, "by anybody; set api_keys_file, or allow_anonymous=true"),
+        ((), IN_THE_CLEAR),
+        (("api_keys_file=/f",), IN_THE_CLEAR),
+        (CERTIFIED, "by anybody; set api_keys_file, or allow_anonymous=true"),
         (("client_tls.allow_plaintext=true",), "by anybody; set api_keys_file"),
-        ((*TLS, "api_keys_file=/f"), ""),
-        ((*TLS, "allow_anonymous=true"), ""),
+        ((*CERTIFIED, "api_keys_file=/f"), ""),
+        ((*CERTIFIED, "allow_anonymous=true"), ""),
         (("client_tls.allow_plaintext=true", "api_keys_file=/f"), ""),
     ],
 )
-def test_who_listens_to_the_network_says_what_protects_it(
+def test_a_port_that_the_network_reaches_needs_protection(
     port: str, overrides: tuple[str, ...], said: str
 ) -> None:
-    whole = ["model=m", f"{port}={OUTSIDE}", *overrides]
-    if not said:
-        assert settings.load(RouterSettings, overrides=whole)
-        return
-    with pytest.raises(settings.SettingsError, match=f"{port}: .*{said}"):
-        settings.load(RouterSettings, overrides=whole)
+    with pytest.raises(SettingsError, match=f"{port}: .*{said}") if said else nullcontext():
+        load(f"{port}=0.0.0.0:1", *overrides)
+
+
+def test_loopback_needs_nothing() -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        load(f"listen={host}:1")
 
 
 @pytest.mark.parametrize(
@@ -106,18 +108,5 @@ def test_who_listens_to_the_network_says_what_protects_it(
     ],
 )
 def test_origins_of_pages_are_origins(overrides: tuple[str, ...], said: str) -> None:
-    if not said:
-        assert settings.load(RouterSettings, overrides=["model=m", *overrides]).cors_origins
-        return
-    with pytest.raises(settings.SettingsError, match=f"cors_origins: .*{said}"):
-        settings.load(RouterSettings, overrides=["model=m", *overrides])
-
-
-def test_loopback_needs_nothing() -> None:
-    for host in ("127.0.0.1", "localhost", "[::1]"):
-        assert settings.load(RouterSettings, overrides=["model=m", f"listen={host}:1"])
-
-
-def test_a_certificate_for_peers_is_whole_or_not_there() -> None:
-    with pytest.raises(settings.SettingsError, match=r"tls\.ca_file: goes with"):
-        settings.load(RouterSettings, overrides=["model=m", "tls.cert_file=/c", "tls.key_file=/k"])
+    with pytest.raises(SettingsError, match=f"cors_origins: .*{said}") if said else nullcontext():
+        load(*overrides)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState
 
 from process.deadline import Deadline
-from process.errors import Internal, NoCapacity, Unavailable
+from process.errors import Internal, Unavailable
 from protos import common_pb2, decode_pb2
 from services.router.sealed_handle import Command, SealedHandle
-from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState
-from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
@@ -47,51 +46,6 @@ FINISHED = _event(finished={"token_ids": [9], "finish_reason": common_pb2.FINISH
 def _ids(arrival: CallUpdate) -> list[int]:
     (news,) = arrival.samples
     return news.token_ids
-
-
-async def test_tokens_that_wait_are_taken_as_one() -> None:
-    leg, sent = _leg()
-    leg.on_event(RESERVED)
-    await leg.wait_answered(FAR)
-    assert leg.num_tokens_local == 3
-    leg.generate(GENERATE)
-    assert _kinds(sent) == ["generate"]
-    for token_id in (1, 2, 3):
-        leg.on_event(_event(tokens={"token_ids": [token_id]}))
-    arrival = await leg.take()
-    assert (_ids(arrival), arrival.finished) == ([1, 2, 3], None)
-    leg.on_event(_event(tokens={"token_ids": [4]}))
-    leg.on_event(FINISHED)
-    arrival = await leg.take()
-    assert _ids(arrival) == [4, 9] and arrival.finished is not None
-    assert leg.is_over
-
-
-async def test_take_waits() -> None:
-    leg, _ = _leg()
-    leg.on_event(RESERVED)
-    leg.generate(GENERATE)
-    taking = asyncio.create_task(leg.take())
-    await settled()
-    assert not taking.done()
-    leg.on_event(_event(tokens={"token_ids": [1]}))
-    assert _ids(await taking) == [1]
-
-
-async def test_a_refusal_carries_its_code_and_retry_time() -> None:
-    leg, _ = _leg()
-    leg.on_event(_event(failed={"code": 8, "message": "full", "retry_after_s": 1.5}))
-    with pytest.raises(NoCapacity, match="full") as caught:
-        await leg.wait_answered(FAR)
-    assert caught.value.retry_after_s == 1.5
-    leg.cancel()  # over: nothing to send
-    assert leg.is_over
-
-
-async def test_no_answer_is_unavailable() -> None:
-    leg, _ = _leg()
-    with pytest.raises(Unavailable, match="does not answer"):
-        await leg.wait_answered(Deadline.after(0.01))
 
 
 @pytest.mark.parametrize("state", [LegState.RESERVING, LegState.RESERVED, LegState.GENERATING])
@@ -206,24 +160,6 @@ def _told(command: Command) -> list[int]:
     return [message.prefetch.handle.num_tokens] if message.HasField("prefetch") else []
 
 
-async def test_samples_are_kept_apart_and_end_one_by_one() -> None:
-    leg, sent = _leg()
-    leg.on_event(RESERVED)
-    leg.cancel_sample(0)  # nothing runs yet
-    leg.generate(GENERATE)
-    for index in (1, 0, 1):
-        leg.on_event(_event(tokens={"token_ids": [index], "sample_index": index}))
-    leg.on_event(_event(tokens={"sample_index": 1, "finish_reason": common_pb2.FINISH_REASON_EOS}))
-    leg.cancel_sample(0)
-    arrival = await leg.take()
-    assert [(news.sample_index, news.token_ids) for news in arrival.samples] == [
-        (1, [1, 1]),
-        (0, [0]),
-    ]
-    assert [bool(news.reason) for news in arrival.samples] == [True, False]
-    assert _kinds(sent) == ["generate", "cancel_sample"]
-
-
 def _moved(*, with_handle: bool = True) -> decode_pb2.DecodeEvent:
     event = _event(moved={"num_output_tokens": [2], "reason": "draining"})
     if with_handle:
@@ -240,20 +176,6 @@ def _generating() -> tuple[DecodeCall, list[SealedHandle]]:
     return leg, given_back
 
 
-async def test_a_move_comes_behind_its_tokens_and_its_handle_is_the_reader_s() -> None:
-    leg, given_back = _generating()
-    leg.on_event(_event(tokens={"token_ids": [1, 2]}))
-    leg.on_event(_moved())
-    assert leg.is_over
-    arrival = await leg.take()
-    assert _ids(arrival) == [1, 2]
-    assert arrival.moved is not None and arrival.moved.handle is not None
-    assert arrival.moved.handle.opened().num_tokens == 7
-    assert not arrival.moved.news.HasField("handle")
-    leg.cancel()
-    assert not given_back
-
-
 @pytest.mark.parametrize("is_cancelled_first", [False, True])
 async def test_a_handle_that_nobody_took_is_given_back_once(is_cancelled_first: bool) -> None:
     leg, given_back = _generating()
@@ -265,12 +187,3 @@ async def test_a_handle_that_nobody_took_is_given_back_once(is_cancelled_first: 
     assert [handle.opened().num_tokens for handle in given_back] == [7]
     last = await leg.wait_over()
     assert isinstance(last, decode_pb2.DecodeMoved) and last.reason == "draining"
-
-
-async def test_a_move_may_have_no_handle() -> None:
-    leg, given_back = _generating()
-    leg.on_event(_moved(with_handle=False))
-    arrival = await leg.take()
-    assert arrival.moved is not None and arrival.moved.handle is None
-    leg.cancel()
-    assert not given_back

@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import pytest
-
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2
 from services.router.lifecycle import (
     HANDOVER_S,
     LAPSED,
-    OTHERS_MAY,
     SHORT,
     FailoverBudget,
     Loss,
     handle_unusable_reason,
 )
 from services.router.request_stats import LOST, MOVED, KvAccount, StageTimes
+
+from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from protos import common_pb2
 from services.router.sealed_handle import Extent
-
-
-def _broken(worker_id: str) -> Loss:
-    return Loss(worker_id, f"{worker_id}-life", Unavailable("gone", retry_after_s=1.0))
-
-
-def _leaving(worker_id: str) -> Loss:
-    return Loss(worker_id, f"{worker_id}-life", None)
-
-
-def test_workers_that_break_are_counted_and_those_that_leave_are_not_asked_again() -> None:
-    failover = FailoverBudget(StageTimes(), max_lost=2)
-    assert not failover.is_on and failover.stage("handover") == "handover"
-    failover.note(_broken("a"))
-    for index in range(5):
-        failover.note(_leaving(f"l{index}"))
-    failover.note(_broken("b"))
-    assert failover.is_on and failover.stage("handover") == "move"
-    assert failover.left == {f"l{index}-life" for index in range(5)}
-    with pytest.raises(Unavailable, match="the last of 3 decode workers") as caught:
-        failover.note(_broken("c"))
-    assert caught.value.retry_after_s == 1.0
-
-
-def test_who_refuses_because_it_leaves_has_not_broken() -> None:
-    failover = FailoverBudget(StageTimes(), max_lost=1)
-    for index in range(3):
-        error = Unavailable("leaving", retry_after_s=0.0)
-        failover.note(Loss(f"d{index}", f"life{index}", error))
-    assert failover.num_lost == 0 and len(failover.left) == 3
-
-
-def test_others_may_have_what_one_worker_has_not() -> None:
-    """Its adapter was unloaded, say; the same worker is asked again only within the bound."""
-    error = FailedPrecondition("adapter: 'a' was unloaded or replaced meanwhile")
-    assert isinstance(error, OTHERS_MAY)
-    failover, loss = FailoverBudget(StageTimes(), max_lost=1), Loss("d0", "life", error)
-    assert not loss.is_on_purpose and loss.ended_by == LOST
-    failover.note(loss)
-    with pytest.raises(Unavailable, match="the last of 2 decode workers"):
-        failover.note(loss)
-
 
 NOW_S = 1_700_000_000.0
 
@@ -89,27 +46,13 @@ def test_a_handle_with_which_much_is_computed_alone_is_told(
 
 def test_an_error_says_what_made_it_necessary_to_look() -> None:
     failover = FailoverBudget(StageTimes(), max_lost=1)
-    error = NoCapacity("full", retry_after_s=2.0)
-    failover.note(_leaving("d0"))
-    told = failover.explained(error)
+    failover.note(Loss("d0", "life", None))
+    told = failover.explained(NoCapacity("full", retry_after_s=2.0))
     assert isinstance(told, Unavailable) and told.retry_after_s == 2.0
     assert str(told) == "decode worker d0 left, and no other worker took over: full"
     lacking = failover.explained(FailedPrecondition("adapter: unloaded"))
     assert isinstance(lacking, FailedPrecondition) and lacking.retry_after_s is None
     assert str(lacking) == "decode worker d0 left, and no other worker took over: adapter: unloaded"
-
-
-def test_time_between_two_workers_is_of_one_stage() -> None:
-    now = [0.0]
-    times = StageTimes(lambda: now[0])
-    failover = FailoverBudget(times, max_lost=1)
-    for is_moved in (False, True):
-        if is_moved:
-            failover.note(_leaving("d0"))
-        for stage in ("lookup", "choose", "reserve"):
-            now[0] += 1.0
-            failover.mark(stage, None)
-    assert dict(times.stages()) == {"lookup": 1.0, "choose": 1.0, "reserve": 1.0, "move": 3.0}
 
 
 def _leg(role: str, *, computed: int = 0, local: int = 0, stored: int = 0) -> common_pb2.KvLeg:

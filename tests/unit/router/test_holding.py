@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+from process.errors import DeadlineExceeded, Internal, Unavailable
 from services.router.admission import Holding, is_expected
 
 
@@ -46,19 +46,6 @@ class Bench:
                 await asyncio.sleep(0.001)
 
 
-async def test_with_workers_nobody_waits() -> None:
-    bench = Bench()
-    bench.workers.are_there = True
-    assert await bench.wait() is False
-    assert bench.num_told == 0
-
-
-async def test_where_nobody_is_held_nobody_waits() -> None:
-    bench = Bench(hold_s=0.0)
-    assert await bench.wait() is False
-    assert (bench.num_told, bench.holding.num_held) == (0, 0)
-
-
 async def test_all_that_are_held_go_on_when_workers_come() -> None:
     bench = Bench()
     tasks = [bench.wait() for _ in range(3)]
@@ -71,25 +58,6 @@ async def test_all_that_are_held_go_on_when_workers_come() -> None:
     bench.holding.look()
     assert await asyncio.gather(*tasks) == [True, True, True]
     assert (bench.holding.num_held, bench.num_told) == (0, 3)
-
-
-async def test_more_than_may_be_held_are_refused() -> None:
-    bench = Bench(max_requests=2)
-    tasks = [bench.wait(), bench.wait()]
-    await bench.held(2)
-    with pytest.raises(NoCapacity, match="2 requests wait for the first worker") as refused:
-        await bench.wait()
-    assert refused.value.retry_after_s
-    bench.workers.are_there = True
-    bench.holding.look()
-    await asyncio.gather(*tasks)
-
-
-async def test_nobody_comes_in_time() -> None:
-    bench = Bench(hold_s=0.02)
-    with pytest.raises(Unavailable, match=r"no decode worker is available; none started within"):
-        await bench.wait()
-    assert bench.holding.num_held == 0
 
 
 async def test_who_is_expected_is_waited_for_until_it_is_not_expected_any_more() -> None:
@@ -128,18 +96,6 @@ async def test_the_request_s_own_time_ends_first() -> None:
     with pytest.raises(DeadlineExceeded):
         await bench.wait(budget_s=0.02)
     assert bench.holding.num_held == 0
-
-
-async def test_who_is_cancelled_is_held_no_more() -> None:
-    bench = Bench()
-    task = bench.wait()
-    await bench.held(1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert bench.holding.num_held == 0
-    bench.holding.check_integrity()
-    bench.holding.look()
 
 
 async def test_who_waits_and_is_not_held_breaks_the_law() -> None:

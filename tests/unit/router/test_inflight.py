@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from services.router.attempts import Attempts
 
 from process.deadline import Deadline
-from process.errors import AlreadyExists, Cancelled, NoCapacity, Unavailable
-from services.router.attempts import Attempts
+from process.errors import Cancelled, NoCapacity, Unavailable
 from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.
@@ -35,66 +35,6 @@ class _Runner:
             finally:
                 while not self.may_end.is_set():
                     await self.may_end.wait()
-
-
-async def test_one_after_another() -> None:
-    table = _table()
-    for _ in range(2):
-        runner = _Runner(table)
-        await runner.running.wait()
-        runner.go_on.set()
-        await runner.task
-    assert table.num_attempts == 0
-    table.check_integrity()
-
-
-async def test_a_repeat_waits_until_the_old_attempt_is_over() -> None:
-    table = _table()
-    old = _Runner(table)
-    await old.running.wait()
-    old.may_end.clear()
-    new = _Runner(table)
-    await settled()
-    assert not new.running.is_set()  # the old one is still cleaning up
-    table.check_integrity()
-    old.may_end.set()
-    await new.running.wait()
-    with pytest.raises(Cancelled, match="newer attempt"):
-        await old.task
-    new.go_on.set()
-    await new.task
-    assert table.num_attempts == 0
-
-
-async def test_a_waiting_attempt_can_be_superseded_too() -> None:
-    table = _table()
-    runners = [_Runner(table)]
-    await runners[0].running.wait()
-    runners[0].may_end.clear()
-    for _ in range(3):
-        runners.append(_Runner(table))
-        await settled()
-        table.check_integrity()
-    runners[0].may_end.set()
-    await runners[-1].running.wait()
-    for runner in runners[:-1]:
-        with pytest.raises(Cancelled):
-            await runner.task
-    assert not any(runner.running.is_set() for runner in runners[1:-1])
-    runners[-1].go_on.set()
-    await runners[-1].task
-    assert table.num_attempts == 0
-
-
-async def test_another_body_is_refused_and_disturbs_nothing() -> None:
-    table = _table()
-    first = _Runner(table, b"x")
-    await first.running.wait()
-    other = _Runner(table, b"y")
-    with pytest.raises(AlreadyExists, match=r"request_id: r is in flight"):
-        await other.task
-    first.go_on.set()
-    await first.task
 
 
 async def test_an_old_attempt_that_does_not_end_bounds_the_wait() -> None:

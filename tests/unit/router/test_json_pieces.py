@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -64,6 +63,9 @@ def test_a_text_is_what_it_was(value: Any, window: int, space: int | None) -> No
 @example('{"a":1,"a":2,"b":3,"b":4}', 4)
 @example("[1,2,3,,4]", 4)
 @example("[1,2,3,]", 4)
+@example("[1,2,3,4,5,6,7,  ]", 15)
+@example("[1],2,3,4,5,6", 4)
+@example('{"a" 1,"b":2}', 4)
 @example('{"a":1,}', 3)
 @example("[1,2,3", 4)
 @example("[1,2]]", 4)
@@ -71,21 +73,6 @@ def test_a_text_is_what_it_was(value: Any, window: int, space: int | None) -> No
 @example("", 3)
 def test_what_is_no_json_is_none_in_pieces_either(text: str, window: int) -> None:
     assert in_pieces(text, window) == whole(text)
-
-
-def test_a_text_that_was_spoiled_anywhere(seed: int) -> None:
-    rng = random.Random(seed)
-    entries = [{"role": "user", "content": "a],}," * rng.randint(0, 9), "n": [1, 2.5, {}]}] * 20
-    text = json.dumps({"messages": entries, "prompt": list(range(300))})
-    num_refused = 0
-    for _ in range(400):
-        at = rng.randrange(len(text))
-        spoiled = text[:at] + rng.choice(("", ",", "]", "}", '"', "x", "[")) + text[at + 1 :]
-        window = rng.choice((7, 40, 300))
-        expected = whole(spoiled)
-        assert in_pieces(spoiled, window) == expected, (at, window)
-        num_refused += not expected[0]
-    assert num_refused > 50
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])

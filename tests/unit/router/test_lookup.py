@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.router.prefixes import NO_PREFIXES, PrefixLookup
+from services.router.worker_views import StoreView
+
 from kvstore import block_hash, index
 from kvstore.block_hash import TURN_TOKENS
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
-from services.router.prefixes import NO_PREFIXES, PrefixLookup
-from services.router.worker_views import StoreView
 from tests.harness.redis_server import RedisServer
 
 FINGERPRINT = "ab" * 32
@@ -48,50 +49,6 @@ async def test_blocks_by_layout_and_node_in_one_call() -> None:
     assert found.of(("ef" * 32, 8)) == {}
     assert found.stores == {"n0": STORE}
     assert lookup.problem is None and index_.num_calls == 1
-
-
-async def test_long_prompts_are_hashed_alike() -> None:
-    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
-    found = await lookup.find(range(20_000), b"salt", [LAYOUT])
-    assert found.of(LAYOUT) == {"n0": 1250}
-
-
-async def test_others_have_their_turn_while_a_prompt_is_hashed() -> None:
-    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
-    num_turns = 0
-
-    async def other() -> None:
-        nonlocal num_turns
-        while True:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    beside = asyncio.create_task(other())
-    found = await lookup.find(range(8 * TURN_TOKENS), b"salt", [LAYOUT])
-    beside.cancel()
-    root = block_hash.root_key(b"salt", FINGERPRINT)
-    assert found.chains[LAYOUT] == block_hash.chain(root, range(8 * TURN_TOKENS), 16)
-    assert num_turns >= 7
-
-
-async def test_of_many_long_prompts_the_first_is_done_before_the_last_is_half_done() -> None:
-    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
-    turn, ended = 0, []
-
-    async def count() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    async def find() -> None:
-        await lookup.find(range(8 * TURN_TOKENS), b"salt", [LAYOUT])
-        ended.append(turn)
-
-    beside = asyncio.create_task(count())
-    await asyncio.gather(*(find() for _ in range(10)))
-    beside.cancel()
-    assert ended[0] < ended[-1] / 2
 
 
 async def test_hashing_is_not_charged_to_the_index() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall
 
-from process.errors import BatonError, Internal, NoCapacity, Unavailable
+from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
-from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall
-from tests.harness.waiting import settled
 
 CANCELLED, EXHAUSTED = 1, 8
 
@@ -75,25 +74,6 @@ async def test_news_come_in_order_and_partial_handles_at_once() -> None:
         await made.call.next()
 
 
-async def test_a_reader_that_waits_is_woken() -> None:
-    made = Made()
-    reading = asyncio.create_task(made.call.next())
-    await settled()
-    made.call.on_word(FIRST)
-    assert list((await reading).reply.token_ids) == [9]
-
-
-async def test_what_came_before_the_end_is_read_before_it() -> None:
-    made = Made()
-    made.call.on_word(FIRST)
-    made.call.on_word(_fails(EXHAUSTED, "no room"))
-    assert made.call.has_news
-    await made.call.next()
-    with pytest.raises(NoCapacity, match="no room") as caught:
-        await made.call.next()
-    assert caught.value.retry_after_s == 0.5
-
-
 async def test_a_worker_that_cancels_by_itself_is_stopping() -> None:
     made = Made()
     made.call.on_word(_fails(CANCELLED, "cancelled"))
@@ -110,32 +90,6 @@ async def test_an_account_that_crosses_a_cancel_is_given_back() -> None:
     made.call.on_word(FIRST)
     made.call.on_word(ACCOUNT)
     assert made.given_back == [40] and made.partials == [] and made.call.is_over
-
-
-async def test_an_account_that_nobody_took_is_given_back() -> None:
-    made = Made()
-    made.call.on_word(FIRST)
-    made.call.on_word(ACCOUNT)
-    made.call.close()
-    assert made.given_back == [40] and not made.sent
-
-
-async def test_a_broken_stream_ends_it_in_each_state() -> None:
-    for before in ((), (FIRST,), (ACCOUNT,)):
-        made = Made()
-        for word in before:
-            made.call.on_word(word)
-        if made.call.is_over:
-            continue
-        made.call.fail(Unavailable("gone"))
-        for _ in before:
-            await made.call.next()
-        with pytest.raises(Unavailable, match="gone"):
-            await made.call.next()
-    made = Made()
-    made.call.close()
-    made.call.fail(Unavailable("gone"))
-    assert made.call.is_over
 
 
 WORDS = {

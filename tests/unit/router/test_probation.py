@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 
 from process.errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
-from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 from tests.harness.waiting import Clock
 
 W, LIFE = "d0", "a life"
@@ -40,17 +40,6 @@ def test_pauses_grow_and_are_bounded() -> None:
         probation.check_integrity()
 
 
-def test_one_request_tries_and_what_comes_of_it_decides() -> None:
-    clock = Clock()
-    probation = _probation(clock)
-    _half_open(probation, clock)
-    assert not probation.is_suspect(W, LIFE)
-    with probation.trial(W, LIFE):
-        assert probation.standing(W, LIFE) is Suspicion.TRIED
-        assert probation.is_suspect(W, LIFE)  # for all others
-    assert probation.standing(W, LIFE) is Suspicion.TRUSTED and not probation.num_mistrusted
-
-
 @pytest.mark.parametrize(
     ("error", "standing"),
     [
@@ -69,19 +58,6 @@ def test_how_the_try_ends(error: BaseException, standing: Suspicion) -> None:
     with pytest.raises(type(error)), probation.trial(W, LIFE):
         raise error
     assert probation.standing(W, LIFE) is standing
-
-
-def test_a_failed_try_is_paused_for_longer_than_before() -> None:
-    """It greets well and fails at work."""
-    clock = Clock()
-    probation = _probation(clock)
-    _half_open(probation, clock)
-    with pytest.raises(Unavailable), probation.trial(W, LIFE):
-        raise Unavailable("again")
-    clock.now_s += 1.5
-    assert probation.due() == []
-    clock.now_s += 0.6
-    assert probation.due() == [(W, LIFE)]
 
 
 def test_a_failed_probe_counts_and_a_late_one_does_not() -> None:

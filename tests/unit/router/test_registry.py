@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
+from services.router.testing.fake_workers import FakePrefill, FakeServedModel
+from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 
 from process.registry import connect_redis
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
-from services.router.testing.fake_workers import FakePrefill, FakeServedModel
-from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import BOUND_S
 from tests.harness.waiting import Clock
@@ -49,41 +49,19 @@ async def registry(redis_server: RedisServer, clock: Clock) -> AsyncIterator[Reg
     await redis.aclose()
 
 
-async def _register(client: Any, worker: FakePrefill) -> None:
-    await worker.register(client)
+async def _register(client: Any, *names: str) -> list[FakePrefill]:
+    workers = [FakePrefill(name, FakeServedModel()) for name in names]
+    for worker in workers:
+        await worker.register(client)
+    return workers
 
 
-async def test_empty_is_reachable(registry: Registry) -> None:
-    snapshot = await registry.poll()
-    assert snapshot.is_redis_reachable and not snapshot.workers
-
-
-async def test_a_worker_counts_while_it_beats(registry: Registry, client: Any) -> None:
-    worker = FakePrefill("p0", FakeServedModel())
-    await _register(client, worker)
-    (view,) = (await registry.poll()).workers
-    assert (view.worker_id, view.role, view.incarnation) == ("p0", "prefill", worker.incarnation)
-    assert registry.statuses()[0].worker_id == "p0"
-    await client.delete("baton:worker:p0:beat")
+async def _lapses(registry: Registry, clock: Clock, *names: str) -> None:
+    """Those are known for KEEP_S from now on, and no longer."""
+    clock.now_s += KEEP_S - 0.001
+    assert _names(await registry.poll()) == [*names]
+    clock.now_s += 0.001
     assert not (await registry.poll()).workers
-    assert not registry.statuses()
-
-
-async def test_a_beat_of_another_life_does_not_count(registry: Registry, client: Any) -> None:
-    await _register(client, FakePrefill("p0", FakeServedModel()))
-    await client.set("baton:worker:p0:beat", "another life")
-    assert not (await registry.poll()).workers
-
-
-async def test_known_workers_stay_known_without_redis(
-    registry: Registry, client: Any, redis_server: RedisServer
-) -> None:
-    await _register(client, FakePrefill("p0", FakeServedModel()))
-    await registry.poll()
-    redis_server.kill()
-    snapshot = await registry.poll()
-    assert not snapshot.is_redis_reachable and len(snapshot.workers) == 1
-    assert len(registry.statuses()) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -105,7 +83,7 @@ async def test_an_older_look_does_not_undo_a_newer_one(
     older = asyncio.create_task(registry.poll())
     await is_held.wait()
     monkeypatch.setattr(registry, "_parse_workers", parse)
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     assert len((await registry.poll()).workers) == 1
     may_go_on.set()
     for snapshot in (await older, registry.snapshot):
@@ -124,9 +102,7 @@ async def test_an_empty_redis_is_no_news_until_everybody_could_register_there(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock, is_seen_away: bool
 ) -> None:
     """Whether or not a look failed meanwhile."""
-    workers = [FakePrefill(name, FakeServedModel()) for name in ("p0", "p1", "p2")]
-    for worker in workers:
-        await _register(client, worker)
+    first, *_ = await _register(client, "p0", "p1", "p2")
     await client.hset(
         "baton:stores",
         "n0",
@@ -145,9 +121,8 @@ async def test_an_empty_redis_is_no_news_until_everybody_could_register_there(
     assert [status.worker_id for status in registry.statuses()] == ["p0", "p1", "p2"]
     assert len(registry.store_statuses()) == 1 and registry.find("p2") is not None
     # One registers, and is gone when it is gone; another one is a new life.
-    await _register(client, workers[0])
-    successor = FakePrefill("p1", FakeServedModel())
-    await _register(client, successor)
+    await first.register(client)
+    (successor,) = await _register(client, "p1")
     assert _names(await registry.poll()) == ["p0", "p1", "p2"]
     found = registry.find("p1")
     assert found is not None and found.incarnation == successor.incarnation
@@ -166,12 +141,12 @@ async def test_heartbeats_that_lapsed_while_redis_was_away_are_no_news_either(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
 ) -> None:
     """One that keeps what it has: the entries are there, the beats are over."""
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await registry.poll()
     redis_server.kill()
     await registry.poll()
     await redis_server.start()
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await client.delete("baton:worker:p0:beat")
     assert _names(await registry.poll()) == ["p0"]
     clock.now_s += KEEP_S
@@ -182,7 +157,7 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
     registry: Registry, client: Any, redis_server: RedisServer
 ) -> None:
     """Two routers look: neither is another Redis to the other."""
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     redis = connect_redis(redis_server.url, BOUND_S)
     other = Registry(redis, poll_interval_s=60, timeout_s=BOUND_S)
     assert _names(await registry.poll()) == _names(await other.poll()) == ["p0"]
@@ -194,17 +169,14 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
 async def test_a_redis_replaced_twice_keeps_who_is_known(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
 ) -> None:
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await registry.poll()
     await _replace(redis_server)
     await registry.poll()
     clock.now_s += KEEP_S / 2
     await _replace(redis_server)
     await registry.poll()
-    clock.now_s += KEEP_S - 0.001
-    assert _names(await registry.poll()) == ["p0"]
-    clock.now_s += 0.001
-    assert not (await registry.poll()).workers
+    await _lapses(registry, clock, "p0")
 
 
 class Connections:
@@ -237,8 +209,7 @@ def connections(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Connecti
 async def test_looks_that_fail_now_and_then_keep_nobody_who_is_dead(
     registry: Registry, client: Any, clock: Clock, connections: Connections
 ) -> None:
-    for name in ("p0", "p1"):
-        await _register(client, FakePrefill(name, FakeServedModel()))
+    await _register(client, "p0", "p1")
     await registry.poll()
     beat = await client.get("baton:worker:p0:beat")
     await client.persist("baton:worker:p1:beat")
@@ -262,7 +233,7 @@ async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
     registry: Registry, client: Any, clock: Clock, connections: Connections, missed_s: float
 ) -> None:
     """Of one and the same Redis."""
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await registry.poll()
     mark = await client.get(MARK_KEY)
     connections.before = _away
@@ -271,10 +242,7 @@ async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
     connections.before = None
     clock.now_s += missed_s
     assert _names(await registry.poll()) == ["p0"]
-    clock.now_s += KEEP_S - 0.001
-    assert _names(await registry.poll()) == ["p0"]
-    clock.now_s += 0.001
-    assert not (await registry.poll()).workers
+    await _lapses(registry, clock, "p0")
     assert await client.get(MARK_KEY) == mark
 
 
@@ -282,7 +250,7 @@ async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
 async def test_a_redis_that_loses_everything_within_a_look_is_another_one(
     registry: Registry, client: Any, clock: Clock, connections: Connections, at: int
 ) -> None:
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await registry.poll()
     num_before = connections.num_taken
 
@@ -313,7 +281,7 @@ async def test_stores(registry: Registry, client: Any) -> None:
 
 
 async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, client: Any) -> None:
-    await _register(client, FakePrefill("p0", FakeServedModel()))
+    await _register(client, "p0")
     await client.hset("baton:workers", "p1", "no json")
     await client.hset("baton:workers", b"\xff", b"\xff\xfe")
     await client.hset("baton:workers", "p2", '{"workerId": "somebody else"}')

@@ -9,11 +9,11 @@ from enum import Enum
 from types import SimpleNamespace
 
 import pytest
+from services.router.request_stats import MANY, MAX_SPANS, RequestLog, StageTimes, UsageHistory
 
 from protos import common_pb2, inference_pb2
 from services.router import request_stats
 from services.router.policies import Choice
-from services.router.request_stats import MANY, MAX_SPANS, RequestLog, StageTimes, UsageHistory
 from tests.harness.waiting import Clock, until
 
 WALL_NS = 1_700_000_000 * 10**9
@@ -85,16 +85,6 @@ def test_live_ones_come_first_and_the_oldest_is_forgotten() -> None:
         assert log.newest(0) == []
 
 
-def test_one_that_fails_is_kept_with_its_code() -> None:
-    log = RequestLog()
-    with pytest.raises(ValueError), log.follow("r", "t", "m", StageTimes()) as record:
-        record.outcome, record.code = "failed", "unavailable"
-        raise ValueError
-    (told,) = log.newest(1)
-    assert (told.outcome, told.code) == ("failed", "unavailable")
-    assert log.totals.num_failed == 1 and log.totals.num_finished == 0
-
-
 def test_many_tries_are_told_as_one_piece_without_a_gap() -> None:
     clock = Clock(50.0)
     times, log = StageTimes(clock), RequestLog()
@@ -108,18 +98,6 @@ def test_many_tries_are_told_as_one_piece_without_a_gap() -> None:
     for before, after in itertools.pairwise(spans):
         assert before.end_s == after.begin_s
     assert spans[0].begin_s == 0 and spans[-1].end_s == pytest.approx(50)
-
-
-def test_neighbouring_pieces_of_a_stage_are_one() -> None:
-    clock = Clock(50.0)
-    times, log = StageTimes(clock), RequestLog()
-    with log.follow("r", "t", "m", times) as record:
-        for stage in ("a", "a", "b", "a"):
-            clock.now_s += 1
-            times.mark(stage)
-        record.outcome = "finished"
-    spans = [(span.stage, span.begin_s, span.end_s) for span in log.newest(1)[0].spans]
-    assert spans == [("a", 0, 2), ("b", 2, 3), ("a", 3, 4)]
 
 
 def test_the_history_is_the_totals_cut_into_intervals(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from services.router.output import AnswerOutput, SampleOutput
+from services.router.worker_client import SampleNews
 
 from process.errors import Internal
 from protos import common_pb2, prefill_pb2
-from services.router.output import AnswerOutput, SampleOutput
-from services.router.worker_client import SampleNews
 from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 
@@ -24,33 +24,6 @@ def _samples(n: int, **sampling: Any) -> AnswerOutput:
 
 def _first(index: int, *token_ids: int, **fields: Any) -> prefill_pb2.PrefillReply:
     return prefill_pb2.PrefillReply(sample_index=index, token_ids=token_ids, **fields)
-
-
-def test_one_sample_is_handed_over_by_its_tokens() -> None:
-    samples = _samples(1)
-    message = samples.take_first(_first(0, A, B))
-    assert message is not None and message.text == "ab"
-    assert samples.has_all_firsts and not samples.is_over
-    command = samples.handover()
-    assert list(command.output_token_ids) == [A, B] and not command.outputs
-
-
-def test_several_are_handed_over_in_their_order_with_who_is_over() -> None:
-    samples = _samples(2)
-    samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_EOS, stop_token_id=B))
-    assert not samples.has_all_firsts
-    samples.take_first(_first(0, A))
-    command = samples.handover()
-    assert [(list(o.token_ids), o.is_over) for o in command.outputs] == [([A], False), ([B], True)]
-    assert not command.output_token_ids
-    assert [answer.sample_index for answer in samples.ended()] == [1]
-
-
-def test_what_was_shown_is_not_shown_again() -> None:
-    samples = _samples(2)
-    samples.take_first(_first(0, A))
-    assert samples.take_first(_first(0, A)) is None
-    assert list(samples.drawn) == [A] and not samples.num_drawn_otherwise
 
 
 def test_what_was_told_stands_where_another_worker_draws_otherwise() -> None:
@@ -153,16 +126,6 @@ def test_beams_go_on_until_one_is_shown() -> None:
     assert not samples.has_all_firsts and samples.take_first(_first(0, beam_start=start)) is None
     samples.take(SampleNews(1, [A], reason=common_pb2.FINISH_REASON_LENGTH))
     assert not samples.can_go_on
-
-
-def test_an_end_is_said_once() -> None:
-    samples = _samples(2)
-    samples.take_first(_first(0, A, finish_reason=common_pb2.FINISH_REASON_LENGTH))
-    (answer,) = samples.ended()
-    samples.say_ended(answer)
-    assert not list(samples.ended())
-    samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_LENGTH))
-    assert [answer.sample_index for answer in samples.ended()] == [1]
 
 
 def test_a_prompts_log_probabilities_are_told_once_over_all_calls() -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from services.router.request_stats import BEFORE_FIRST, StageTimes
+
 from tests.harness.waiting import Clock
 
-seconds = st.floats(0, 1e3)
 parts = st.lists(
     st.tuples(st.sampled_from([*sorted(BEFORE_FIRST), "decode", "store"]), st.floats(-1, 1e3))
 )
@@ -23,7 +22,10 @@ steps = st.lists(
 )
 
 
-def _run(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> StageTimes:
+Steps = list[tuple[float, str | list[tuple[str, float]]]]
+
+
+def _run(steps: Steps) -> StageTimes:
     clock = Clock()
     times = StageTimes(clock)
     for lap_s, step in steps:
@@ -38,41 +40,28 @@ def _run(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> StageTimes
 
 
 @given(steps)
-def test_stages_sum_to_the_total(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> None:
+def test_stages_and_laps_sum_to_the_total(steps: Steps) -> None:
+    """Laps without a gap or overlap, not even by a rounding; the first token is out between two."""
     times = _run(steps)
-    assert sum(s for _, s in times.stages()) == pytest.approx(times.total_s, rel=1e-6, abs=1e-6)
-    assert all(s >= 0 for _, s in times.stages())
-
-
-@given(steps)
-def test_laps_follow_each_other_exactly(
-    steps: list[tuple[float, str | list[tuple[str, float]]]],
-) -> None:
-    """No gap, no overlap, not even by a rounding; the first token is out between two of them."""
-    times = _run(steps)
-    laps = times.laps()
+    stages, laps = dict(times.stages()), times.laps()
+    assert sum(stages.values()) == pytest.approx(times.total_s, rel=1e-6, abs=1e-6)
+    assert all(s >= 0 for s in stages.values())
     bounds = [times.begin_s, *(lap.end_s for lap in laps)]
-    assert [lap.begin_s for lap in laps] == bounds[:-1]
-    assert bounds[-1] == times.last_s
+    assert [lap.begin_s for lap in laps] == bounds[:-1] and bounds[-1] == times.last_s
     assert all(lap.end_s > lap.begin_s for lap in laps)
     if times.first_token_s is not None and times.first_token_s <= times.last_s:
         assert times.first_token_s in bounds
+    by_stage: dict[str, float] = {}
+    for lap in laps:
+        by_stage[lap.stage] = by_stage.get(lap.stage, 0.0) + (lap.end_s - lap.begin_s)
+    expected = {stage: s for stage, s in stages.items() if s > 0}
+    assert by_stage == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_a_stage_that_is_marked_again_and_again_is_one_lap() -> None:
     """A request that waited 300 s for a worker kept 3,000 of them once."""
     times = _run([(0.1, "own")] * 3000)
     assert len(times.laps()) == 1
-
-
-@given(steps)
-def test_laps_are_the_stages(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> None:
-    times = _run(steps)
-    by_stage: dict[str, float] = {}
-    for lap in times.laps():
-        by_stage[lap.stage] = by_stage.get(lap.stage, 0.0) + (lap.end_s - lap.begin_s)
-    stages = {stage: s for stage, s in times.stages() if s > 0}
-    assert by_stage == pytest.approx(stages, rel=1e-6, abs=1e-6)
 
 
 def test_a_lap_of_no_length_takes_nothing_from_a_stage() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.worker.kv_swap import Stage, StagingRows, StoreParking
+from services.worker.store_pool import StoreConnector, StoreTarget
+from services.worker.store_writer import RENEWALS_PER_TTL
 
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks
@@ -19,9 +22,6 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from process.deadline import Deadline
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
-from services.worker.kv_swap import Stage, StagingRows, StoreParking
-from services.worker.store_pool import StoreConnector, StoreTarget
-from services.worker.store_writer import RENEWALS_PER_TTL
 from tests.harness.waiting import until
 
 FRAME_BYTES = 4096
@@ -39,10 +39,9 @@ class Lot:
 
     parking: StoreParking
 
-    def __init__(self, folder: Path, num_frames: int, tenant_shares: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, num_frames: int) -> None:
         self.folder = folder
         self.num_frames = num_frames
-        self.tenant_shares = tenant_shares
         self._exit = contextlib.AsyncExitStack()
         self.address = ""
         self.node: Any = None
@@ -53,7 +52,6 @@ class Lot:
             slab_dir=str(self.folder),
             capacity_bytes=self.num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
-            tenant_shares=self.tenant_shares,
             **({"listen": self.address} if self.address else {}),
         )
         store = await self._exit.enter_async_context(store_process.running(settings))
@@ -133,7 +131,6 @@ async def lot(
     transport: str = "shm",
     num_rows: int = 8,
     num_frames: int = 64,
-    tenant_shares: tuple[str, ...] = (),
     limits: WorkerLimits = LIMITS,
     layout: KvLayout = LAYOUT,
     thread: EngineThread | None = None,
@@ -149,21 +146,9 @@ async def lot(
             renewals_per_ttl=renewals_per_ttl,
         )
 
-    made = Lot(tmp_path, num_frames, tenant_shares)
+    made = Lot(tmp_path, num_frames)
     async with made.over_the_store(parking, limits, transport=transport, thread=thread):
         yield made
-
-
-def gated(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The method waits until the event is set."""
-    gate, real = asyncio.Event(), getattr(target, name)
-
-    async def call(*arguments: Any, **options: Any) -> Any:
-        await gate.wait()
-        return await real(*arguments, **options)
-
-    monkeypatch.setattr(target, name, call)
-    return gate
 
 
 class StalledReads:

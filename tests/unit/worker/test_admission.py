@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.errors import RequestTooLong
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, NoCapacity, Unavailable
+from process.errors import DeadlineExceeded
 from services.prefill.worker import BlockQueue
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
@@ -95,20 +95,6 @@ async def test_arrivals_of_one_step_are_granted_by_one_job() -> None:
             await give_back(thread, admission, f"r{i}")
 
 
-async def test_a_full_queue_refuses_at_once_with_a_retry_time() -> None:
-    async with small_worker(max_waiting=2) as (engine, thread, admission):
-        await ask(engine, admission, "holder", 250)
-        waiting = [ask(engine, admission, f"r{i}", 100) for i in range(2)]
-        await settled()
-        with pytest.raises(NoCapacity) as caught:
-            await ask(engine, admission, "one too many", 1)
-        assert caught.value.retry_after_s
-        await give_back(thread, admission, "holder")
-        await asyncio.gather(*waiting)
-        for i in range(2):
-            await give_back(thread, admission, f"r{i}")
-
-
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 async def test_who_leaves_the_head_lets_the_next_one_in(how: str) -> None:
     async with small_worker() as (engine, thread, admission):
@@ -137,21 +123,3 @@ async def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
             await wrong
         await asyncio.wait_for(right, SOON)
         await give_back(thread, admission, "right")
-
-
-async def test_a_failed_engine_refuses_all_who_wait() -> None:
-    engine = fake_engine(num_blocks=64)
-    thread = EngineThread(engine, idle_check_s=0.01)
-    admission = BlockQueue(thread, max_waiting=8)
-    failed: Callable[[object], None] = lambda error: admission.room_may_have_come()  # noqa: E731
-    thread.start(lambda output: None, failed)
-    await ask(engine, admission, "holder", 250)
-    waiting = [ask(engine, admission, f"r{i}", 100) for i in range(3)]
-    await until(lambda: admission.num_waiting == 3)
-    await are_tried(thread, admission)
-    thread.post(lambda e: 1 // 0)
-    for task in waiting:
-        with pytest.raises(Unavailable):
-            await asyncio.wait_for(task, SOON)
-    await admission.stop()
-    await thread.stop(SOON)

@@ -11,18 +11,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import BlockWriter, TailSource
 
 from engine.outputs import FilledBlock
 from kvstore.block_refs import Block
 from kvstore.client import PutResult
-from kvstore.errors import LeaseLapsed, TransferFailed
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.errors import BatonError, DeadlineExceeded
 from services.worker.config import WorkerLimits
-from services.worker.store_pool import StoreConnector
-from services.worker.store_writer import BlockWriter, TailSource
 from tests.harness.gated_engine import fake_engine, running
-from tests.harness.waiting import settled, until
+from tests.harness.waiting import settled
 
 SIZE = 4
 
@@ -160,16 +159,6 @@ async def test_a_lease_is_renewed_while_its_prompt_queues_in_the_engine() -> Non
         assert (len(written.refs), written.problem) == (2, None)
 
 
-async def test_a_lease_that_cannot_be_renewed_ends_the_writing() -> None:
-    store = FakeStore()
-    store.renew_error = LeaseLapsed("gone")
-    async with writing(store, refs=[Block(name_of(0), 7, 2, 0, SIZE)], ttl_s=0.03) as (writer, _):
-        async with asyncio.timeout(30):
-            await store.renewed.wait()
-        written = await writer.finish(None)
-        assert written.problem == "lease_lapsed"
-
-
 async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -> None:
     store = FakeStore()
     store.gate.clear()
@@ -181,19 +170,6 @@ async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -
         store.gate.set()
         written = await asyncio.wait_for(finish, 30)
     assert (len(written.refs), written.tail is not None) == (1, True)
-
-
-async def test_what_comes_during_a_put_goes_with_the_next() -> None:
-    store = FakeStore()
-    store.gate.clear()
-    async with writing(store) as (writer, _):
-        writer.add(filled(0))
-        await store.entered.wait()
-        for index in range(1, 6):
-            writer.add(filled(index))
-        store.gate.set()
-        await writer.finish(None)
-    assert store.puts == [[0], [1, 2, 3, 4, 5]]
 
 
 async def test_what_is_much_goes_in_batches_the_tail_with_the_last() -> None:
@@ -208,35 +184,6 @@ async def test_what_is_much_goes_in_batches_the_tail_with_the_last() -> None:
     assert store.puts == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert (len(written.refs), written.tail is not None, written.problem) == (8, True, None)
     assert grown == [3, 6, 8]
-
-
-async def test_the_tenant_is_told_with_every_put() -> None:
-    store = FakeStore()
-    async with writing(store, tenant="blue") as (writer, _):
-        writer.add(filled(0))
-        await writer.finish(TailSource("tail", 99, 1))
-    assert store.tenants == {"blue"}
-
-
-async def test_blocks_that_lie_there_already_are_passed_over() -> None:
-    store = FakeStore()
-    present = [Block(name_of(i), i, 2, 0, SIZE) for i in range(3)]
-    store.stored = [name_of(i) for i in range(3)]
-    async with writing(store, present) as (writer, _):
-        writer.add(filled(1, 2, 3))
-        written = await writer.finish(None)
-    assert store.puts == [[3]]
-    assert len(written.refs) == 4
-
-
-async def test_no_room_ends_it_and_the_handle_gets_shorter() -> None:
-    store = FakeStore(room=2)
-    async with writing(store) as (writer, _):
-        writer.add(filled(0, 1, 2))
-        written = await writer.finish(TailSource("tail", 99, 1))
-        assert (len(written.refs), written.tail, written.problem) == (2, None, "no_room")
-        writer.add(filled(3))
-        assert len(store.puts) == 1
 
 
 async def test_a_ref_that_names_another_block_is_not_believed() -> None:
@@ -254,27 +201,6 @@ async def test_a_ref_that_names_another_block_is_not_believed() -> None:
         written = await writer.finish(TailSource("tail", 99, 1))
     assert (len(written.refs), written.tail) == (1, None)
     assert written.problem is not None
-
-
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (Unavailable("u"), "store_unavailable"),
-        (DeadlineExceeded("d"), "deadline"),
-        (LeaseLapsed("l"), "lease_lapsed"),
-        (TransferFailed("t"), "transport"),
-    ],
-)
-async def test_a_failing_store_is_a_reason_not_an_error(error: BatonError, problem: str) -> None:
-    store = FakeStore()
-    async with writing(store) as (writer, _):
-        writer.add(filled(0))
-        await store.entered.wait()
-        await until(lambda: store.puts)
-        store.error = error
-        writer.add(filled(1))
-        written = await writer.finish(TailSource("tail", 99, 1))
-    assert (len(written.refs), written.tail, written.problem) == (1, None, problem)
 
 
 @pytest.mark.parametrize("budget_s", [0.2, 5.0])
@@ -296,30 +222,3 @@ async def test_a_request_without_time_takes_the_store_from_nobody(
             await store.renewed.wait()
         assert (connector.client is None) == (budget_s == 5.0), "held against it or not"
         connector._client = None
-
-
-@pytest.mark.parametrize("when", ["idle", "putting", "finishing", "done"])
-async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
-    store = FakeStore()
-    async with writing(store) as (writer, connector):
-        writer.add(filled(0))
-        await until(lambda: store.puts)
-        finish: asyncio.Task[Any] | None = None
-        if when in ("putting", "finishing"):
-            store.entered.clear()
-            store.gate.clear()
-            writer.add(filled(1))
-            await store.entered.wait()
-        if when == "finishing":
-            finish = asyncio.create_task(writer.finish(None))
-            await settled()
-            finish.cancel()
-        if when == "done":
-            await writer.finish(None)
-        writer.cancel()
-        if finish is not None:
-            with pytest.raises(asyncio.CancelledError):
-                await finish
-        await connector.settle()
-        assert set(store.released) == {"lease"}
-        assert store.stored == [name_of(0)]

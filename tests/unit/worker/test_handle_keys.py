@@ -5,7 +5,6 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process import signing_keys
-from process.secret_files import RETRY_S
-from process.settings import SettingsError
 from services.worker.handle import MAC_BYTES, HandleKeys
-from tests.harness.waiting import Clock
 
 KEYS = HandleKeys([signing_keys.new_key(), signing_keys.new_key()])
 
@@ -74,57 +70,6 @@ def test_an_unknown_key_reads_the_file_once_per_change(
     for _ in range(100):
         assert not keys.is_signed("forged", b"x", bytes(MAC_BYTES))
     assert not reads
-
-
-@pytest.mark.parametrize("spoil", ["gone", "mode", "content"])
-def test_a_file_that_went_bad_changes_nothing_and_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: str
-) -> None:
-    path = tmp_path / "keys"
-    key = signing_keys.create(path)
-    keys = HandleKeys.load(path)
-    if spoil == "gone":
-        path.unlink()
-    elif spoil == "mode":
-        path.chmod(0o644)
-        os.utime(path, ns=(1, 1))  # a change of mode alone is none of content
-    else:
-        path.write_text("nothing")
-    for _ in range(3):
-        assert keys.signing_key_id() == key.key_id
-    assert keys.is_signed(key.key_id, b"x", keys.mac(key.key_id, b"x"))
-    assert [record.message for record in caplog.records] == ["file_not_reloaded"]
-    with pytest.raises(SettingsError):
-        HandleKeys.load(path)
-
-
-def test_a_dropped_key_is_dropped_where_nothing_is_ever_signed(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    signing_keys.create(path)
-    signer, verifier = HandleKeys.load(path), HandleKeys.load(path)
-    old = signer.signing_key_id()
-    mac = signer.mac(old, b"x")
-    assert verifier.is_signed(old, b"x", mac)
-    signing_keys.create(tmp_path / "other")
-    (tmp_path / "other").replace(path)
-    assert not verifier.is_signed(old, b"x", mac)
-    new = signer.signing_key_id()
-    assert verifier.is_signed(new, b"x", signer.mac(new, b"x"))
-
-
-def test_the_fix_that_the_log_asks_for_is_seen(tmp_path: Path) -> None:
-    clock = Clock()
-    path = tmp_path / "keys"
-    signing_keys.create(path)
-    keys = HandleKeys.load(path, clock)
-    old = keys.signing_key_id()
-    signing_keys.create(tmp_path / "other")
-    (tmp_path / "other").chmod(0o644)
-    (tmp_path / "other").replace(path)
-    assert keys.signing_key_id() == old
-    path.chmod(0o600)
-    clock.now_s += RETRY_S
-    assert keys.signing_key_id() != old
 
 
 def test_no_file_is_no_keys() -> None:

@@ -30,28 +30,6 @@ def refused(ledger: HandleLedger, handle: Handle, now_s: float) -> str:
     return ""
 
 
-def test_a_handle_is_taken_once_until_it_is_too_old_anyway() -> None:
-    ledger, handle = HandleLedger(), handle_of(1, deadline_s=1030.0)
-    assert refused(ledger, handle, 1000.0) == ""
-    for now_s in (1000.0, 1029.9, 1030.0, 1030.0 + CLOCK_SLACK_S):
-        assert refused(ledger, handle, now_s) == handles.REPLAYED
-    assert refused(ledger, handle, 1030.01 + CLOCK_SLACK_S) == "deadline"
-    assert len(ledger) == 0
-    assert refused(ledger, handle, 1030.01 + CLOCK_SLACK_S) == "deadline"
-
-
-def test_a_full_ledger_refuses_by_name_and_has_room_again_later() -> None:
-    ledger = HandleLedger(max_entries=3)
-    assert [refused(ledger, handle_of(i, 1010.0 + i), 1000.0) for i in range(4)] == [
-        *[""] * 3,
-        LEDGER_FULL,
-    ]
-    assert refused(ledger, handle_of(0, 1010.0), 1000.0) == handles.REPLAYED
-    now_s = 1010.5 + CLOCK_SLACK_S  # the first has ended
-    assert refused(ledger, handle_of(3, 1020.0), now_s) == ""
-    ledger.check_integrity()
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(-20, 60), st.floats(0.0, 20.0)), max_size=60),
     st.integers(1, 6),

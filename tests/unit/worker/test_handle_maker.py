@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from services.worker.handle_builder import HandleBuilder, LeasedBlocks, runs_of
 
 from kvstore.block_refs import Block
-from services.worker.handle_builder import HandleBuilder, LeasedBlocks, runs_of
 
 SIZE = 4
 
@@ -71,17 +71,6 @@ def test_no_tail_behind_blocks_that_are_missing() -> None:
     handle = maker(18).whole([part(0, 3)], TAIL, 5.0)
     assert handle is not None
     assert (handle.tail, handle.num_tokens) == (None, 12)
-
-
-def test_a_tail_alone_is_a_handle_too() -> None:
-    handle = maker(2).whole([part(0, 0)], TAIL, 5.0)
-    assert handle is not None
-    assert (handle.runs, handle.num_tokens) == ((), 2)
-
-
-def test_nothing_stored_is_no_handle() -> None:
-    assert maker(18).whole([part(0, 0)], None, 5.0) is None
-    assert maker(18).partial([part(0, 0)], 5.0) is None
 
 
 def test_a_partial_handle_says_so_and_no_two_are_alike() -> None:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from services.worker.runtime import SHARE, InvariantCheck
 
 from process.errors import Internal
-from services.worker.runtime import SHARE, InvariantCheck
 
 
 class _Laws:
@@ -110,17 +110,6 @@ async def test_an_idle_one_looks_once_for_all_who_came_before_it() -> None:
     laws.gate.set()
     assert await asyncio.gather(first, *others) == [laws.broken] * 9
     assert (laws.check.num_looks, laws.most_at_once) == (2, 1)
-
-
-async def test_what_one_role_spent_counts_in_the_next() -> None:
-    laws = _Laws()
-    await laws.check.problem(is_busy=True)
-    after = laws.check.hand_over(laws._look)
-    await after.problem(is_busy=True)
-    assert after.num_looks == 1
-    laws.now_s += laws.held_s / SHARE
-    await after.problem(is_busy=True)
-    assert after.num_looks == 2
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

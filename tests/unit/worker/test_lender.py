@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from services.worker.store_pool import StoreTarget
 
 from kvstore.exported_blocks import ExportOffer
 from kvstore.transport.base import BlockMemory
 from process.errors import Internal
 from services.worker.lender import WorkerLender
-from services.worker.store_pool import StoreTarget
 
 NUM_BLOCKS = 8
 
@@ -52,23 +52,6 @@ class Sealing:
     def measure(self) -> asyncio.Task[Any]:
         """A reader asks for blocks to measure with."""
         return asyncio.create_task(self.lender.lender._lend_probes("reader", 3, 5.0))
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_what_is_sealed_to_measure_with_is_kept_for_somebody(is_cancelled: bool) -> None:
-    made = Sealing()
-    measuring = made.measure()
-    assert await asyncio.to_thread(made.has_begun.wait, 20)
-    assert made.lender.num_lent_blocks == 3
-    made.lender.check_integrity()
-    if is_cancelled:
-        measuring.cancel()
-    made.may_end.set()
-    await asyncio.wait([measuring])
-    made.lender.check_integrity()
-    if not is_cancelled:
-        made.lender.release(measuring.result().lease_id)
-    assert made.returned == [0, 1, 2] and not made.lender.lender.unsealed_probes
 
 
 async def test_a_lease_that_is_kept_for_nobody_is_found_beside_one_to_measure_with() -> None:

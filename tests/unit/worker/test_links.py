@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from kvstore.link_quality import LinkRates
 
 from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.link_quality import LinkRates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread
@@ -22,6 +22,7 @@ from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
 RATES = LinkRates(2**20, 4e9, 3e9, 0.001, 8e9)
+SLOW = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
 
 
 class FakeClient:
@@ -65,11 +66,19 @@ async def measuring(
         await thread.call(lambda e: e.check_integrity())
 
 
+async def measured(
+    links: Links, *outcomes: LinkRates | BaseException | None, **options: Any
+) -> Any:
+    """Returns: the client, whose first measurement is over."""
+    client: Any = FakeClient(*outcomes, **options)
+    links.measure_later(client)
+    await links.settle()
+    return client
+
+
 async def test_a_link_is_measured_with_lent_blocks_that_come_back() -> None:
     async with measuring() as (_, thread, links, told):
-        client: Any = FakeClient(RATES)
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, RATES)
         ((link, verdict),) = links.links
         assert (link.node_id, link.rates, link.problem) == ("node", RATES, "")
         assert not verdict.degraded
@@ -83,9 +92,7 @@ async def test_a_link_is_measured_with_lent_blocks_that_come_back() -> None:
 
 async def test_below_its_floor_it_is_degraded() -> None:
     async with measuring(floor=3.5e9) as (_, _, links, _):
-        client: Any = FakeClient(RATES)
-        links.measure_later(client)
-        await links.settle()
+        await measured(links, RATES)
         (message,) = links_to_proto(links.links)
         assert message.degraded and message.floor_bytes_per_s == 3.5e9
 
@@ -100,9 +107,7 @@ async def test_below_its_floor_it_is_degraded() -> None:
 )
 async def test_what_could_not_be_measured_says_why(error: Exception, degraded: bool) -> None:
     async with measuring() as (_, _, links, _):
-        client: Any = FakeClient(error)
-        links.measure_later(client)
-        await links.settle()
+        await measured(links, error)
         (message,) = links_to_proto(links.links)
         assert (message.degraded, message.problem) == (degraded, str(error))
         assert message.write_bytes_per_s == 0
@@ -110,23 +115,16 @@ async def test_what_could_not_be_measured_says_why(error: Exception, degraded: b
 
 async def test_a_late_one_is_tried_once_more_and_then_called_degraded() -> None:
     async with measuring() as (_, _, links, _):
-        client: Any = FakeClient(DeadlineExceeded("d"), RATES)
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, DeadlineExceeded("d"), RATES)
         assert links.links[0][0].rates == RATES
-        client = FakeClient(DeadlineExceeded("d"), DeadlineExceeded("d"))
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, DeadlineExceeded("d"), DeadlineExceeded("d"))
         ((link, verdict),) = links.links
         assert verdict.degraded and "2 s" in link.problem and client.outcomes == []
 
 
 async def test_a_bad_moment_does_not_mark_a_link_for_good() -> None:
-    slow = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
     async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
-        client: Any = FakeClient(slow, slow, RATES, RATES)
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, SLOW, SLOW, RATES, RATES)
         assert links.links[0][1].degraded
         await until(lambda: not links.links[0][1].degraded)
         assert links.num_repeated == 0, "a good one is not measured again"
@@ -152,9 +150,7 @@ async def test_what_is_over_is_not_measured_again(is_stopped: bool) -> None:
 async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed() -> None:
     """A degraded link stays one, whatever became of the client: its store is as far as before."""
     async with measuring(floor=1e12, again_s=0.01) as (_, _, links, _):
-        client: Any = FakeClient(RATES, Unavailable("this client is closed"))
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, RATES, Unavailable("this client is closed"))
         client.broken = "closed"
         await until(lambda: links.num_repeated == 0)  # nothing of a closed client is kept
         await links.settle()
@@ -165,13 +161,12 @@ async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed() 
 async def test_a_busy_moment_makes_no_degraded_link_a_good_one() -> None:
     """No free blocks to measure with, here or there, say nothing of the link."""
     async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
-        slow = LinkRates(2**20, 1e6, 1e6, 0.001, 8e9)
-        client: Any = FakeClient(slow, NoCapacity("busy"), NoCapacity("busy"), RATES)
+        client: Any = FakeClient(SLOW, NoCapacity("busy"), NoCapacity("busy"), RATES)
         links.measure_later(client)
 
         def is_measured() -> bool:
             for link, verdict in links.links if client.outcomes else ():
-                assert (link.rates, verdict.degraded) == (slow, True)
+                assert (link.rates, verdict.degraded) == (SLOW, True)
             return not client.outcomes
 
         await until(is_measured)
@@ -187,9 +182,7 @@ async def test_blocks_that_may_still_be_touched_stay_lent_until_they_are_settled
         late: BaseException = TransferTimeout("late", held)
         if how == "cancelled":
             late = TransferCancelled("cancelled", held)
-        client: Any = FakeClient(late, NoCapacity("second"))
-        links.measure_later(client)
-        await links.settle()
+        await measured(links, late, NoCapacity("second"))
         assert await thread.call(lambda e: e.stats().num_referenced_blocks) == 32
         settled.set_result(None)
 
@@ -235,9 +228,7 @@ async def test_a_busy_engine_lends_what_it_has() -> None:
     async with measuring(num_blocks=80) as (engine, thread, links, _):
         wanted = request(engine, prompt_of(220))
         reservation = await thread.call(lambda e: e.reserve(wanted))
-        client: Any = FakeClient(RATES)
-        links.measure_later(client)
-        await links.settle()
+        client = await measured(links, RATES)
         num_free = 80 - len(reservation.block_ids)
         assert len(client.block_ids) == num_free // 2
         thread.post(lambda e: e.abort("r"))
@@ -246,6 +237,5 @@ async def test_a_busy_engine_lends_what_it_has() -> None:
 async def test_only_so_many_are_remembered() -> None:
     async with measuring(max_links=3) as (_, _, links, _):
         for index in (0, 1, 2, 0, 3):
-            links.measure_later(FakeClient(RATES, node_id=f"n{index}"))  # type: ignore[arg-type]
-            await links.settle()
+            await measured(links, RATES, node_id=f"n{index}")
         assert [link.node_id for link, _ in links.links] == ["n2", "n0", "n3"]

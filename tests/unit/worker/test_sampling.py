@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from services.worker.stream_servicer import sampling_from_proto
 
 from engine.request import Beam, GrammarKind, GrammarSpec
 from process.errors import InvalidArgument, NotFound
 from protos import common_pb2
 from services.worker import stream_servicer as mapping
-from services.worker.stream_servicer import sampling_from_proto
 
 
 def params(**fields: object) -> common_pb2.SamplingParams:
@@ -136,7 +136,3 @@ def test_the_engines_words_become_the_wires() -> None:
     assert str(named) == "sampling.regex: is broken"
     other = NotFound("gone")
     assert mapping.named_on_wire(other, sampling) is other
-
-
-def test_an_off_value_is_no_wish() -> None:
-    sampling_from_proto(params(repetition_penalty=1.0, presence_penalty=0.0), 0)

@@ -13,17 +13,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget
 
 from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
-from kvstore.node_ids import lender_node_id
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
 from services.worker import store_pool as module
-from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget
 
 MAX_STORES = 3
 NUM_NODES = 5
@@ -190,25 +189,6 @@ async def test_a_client_that_broke_is_closed_though_nobody_asks(seed: int) -> No
     await stores.settle()
     assert client.broken == "closed"
     await stores.stop(timeout_s=5.0)
-
-
-async def test_workers_that_lend_have_a_transport_of_their_own(seed: int) -> None:
-    world = World(random.Random(seed))
-    targets: dict[str, StoreTarget] = {}
-
-    async def attach(target: StoreTarget, timeout_s: float) -> KvStoreClient:
-        targets[target.address] = target
-        client = FakeClient(world, target.address, bytes(16))
-        client.node_id = names[target.address]
-        return cast(KvStoreClient, client)
-
-    names = {"a:1": "a", "b:1": lender_node_id("b")}
-    for direct, expected in (("cuda_ipc", "cuda_ipc"), ("", "grpc")):
-        stores = _stores(world, direct_transport=direct, attach=attach)
-        for address, node_id in names.items():
-            await stores.client(node_id, address, bytes(16), Deadline.after(30))
-        assert [targets[address].transport for address in names] == ["grpc", expected]
-        await stores.stop(timeout_s=5.0)
 
 
 def _stores(world: World, **options: Any) -> RemoteStores:

@@ -15,6 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from process.background_tasks import end_tasks
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import WriteBehind, WriteChain, next_put_bytes
 
 from engine.engine import LLMEngine
 from engine.outputs import RequestOutput, StepOutput
@@ -23,19 +26,17 @@ from kvstore import block_hash
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
-from process.background_tasks import end_tasks
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
+from process.errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker import store_writer
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import LegProvenance, WorkerCounts
-from services.worker.store_pool import StoreConnector
-from services.worker.store_writer import WriteBehind, WriteChain, next_put_bytes
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
 FRAME_BYTES = 64
+PROMPT = prompt_of(18, start=3)  # four full blocks, and a half
 
 
 class FakeStore:
@@ -164,6 +165,31 @@ class Bench:
             "t", known, leg, num_stored=len(known), num_prompt_blocks=len(hashes)
         )
 
+    async def answer(
+        self, chain: WriteChain, prompt: tuple[int, ...] = PROMPT, num_tokens: int = 31
+    ) -> list[int]:
+        """A request whose events all reach the chain. Returns: its computed tokens."""
+        for event in await self.generate(prompt, num_tokens):
+            self.writes.add(chain, event.filled)
+        return self.tokens(prompt, num_tokens)
+
+    async def serve(
+        self,
+        prompt: tuple[int, ...] = PROMPT,
+        num_tokens: int = 31,
+        *,
+        num_known: int | None = None,
+    ) -> tuple[WriteChain, list[int]]:
+        """A whole request. Returns: its chain, which is ended, and its computed tokens."""
+        chain = self.begin(prompt, num_known=num_known)
+        tokens = await self.answer(chain, prompt, num_tokens)
+        self.writes.end(chain)
+        return chain, tokens
+
+    def have_prompt(self) -> None:
+        """It lies in the store already, and its bytes do not matter."""
+        self.store.stored = dict.fromkeys(self.hashes(PROMPT), b"")
+
     async def settle(self) -> None:
         async with asyncio.timeout(30):
             while any(not task.done() for task in self.connector.tasks):
@@ -227,21 +253,11 @@ async def bench(
             await end_tasks(made.connector.tasks)
 
 
-PROMPT = prompt_of(18, start=3)  # four full blocks, and a half
-
-
-async def answered(b: Bench, chain: WriteChain, num_tokens: int = 31) -> list[int]:
-    """A request whose events all reach the chain. Returns: its computed tokens."""
-    for event in await b.generate(PROMPT, num_tokens):
-        b.writes.add(chain, event.filled)
-    return b.tokens(PROMPT, num_tokens)
-
-
 async def test_answers_are_stored_behind_their_prompt_with_the_right_bytes() -> None:
     async with bench() as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)  # 18 + 30: twelve blocks, eight of them the answer's
+        tokens = await b.answer(chain)  # 18 + 30: twelve blocks, eight of them the answer's
         b.writes.end(chain)
         b.writes.end(chain)
         await b.settle()
@@ -257,13 +273,12 @@ async def test_answers_are_stored_behind_their_prompt_with_the_right_bytes() -> 
 
 async def test_few_blocks_of_a_running_request_wait_for_more() -> None:
     async with bench() as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         chain = b.begin(PROMPT)
-        await answered(b, chain, num_tokens=15)  # 18 + 14: four blocks of the answer
+        await b.answer(chain, num_tokens=15)  # 18 + 14: four blocks of the answer
         assert len(b.connector.tasks) == 1, "a whole batch is not left to wait"
         other = b.begin(prompt_of(18, start=9))
-        for event in await b.generate(prompt_of(18, start=9), 7):
-            b.writes.add(other, event.filled)
+        await b.answer(other, prompt_of(18, start=9), 7)
         await b.settle()
         assert other.num_left == 2 and not b.store.stored.keys() & set(other.hashes[4:])
         b.writes.end(other)
@@ -272,44 +287,11 @@ async def test_few_blocks_of_a_running_request_wait_for_more() -> None:
         b.assert_stored(b.tokens(prompt_of(18, start=9), 7), 6)
 
 
-async def test_a_prompt_that_is_not_there_is_stored_first() -> None:
-    """Here it lay in another node's store, say; and it counts for nothing."""
-    async with bench() as b:
-        chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert chain.num_restarts == 1 and chain.leg.num_blocks_written_back == 8
-
-
-async def test_what_decode_computed_of_a_prompt_is_stored_too() -> None:
-    async with bench() as b:
-        chain = b.begin(PROMPT, num_known=0)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert chain.num_restarts == 0 and chain.leg.num_blocks_written_back == 8
-
-
-async def test_long_chains_go_in_several_puts() -> None:
-    async with bench(max_put_bytes=3 * FRAME_BYTES) as b:
-        chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert max(b.store.num_puts) == 3
-
-
 async def test_the_puts_of_one_turn_ask_the_engine_once() -> None:
     """An engine can be asked between two steps only: one put a step would store too little."""
     async with bench(max_put_bytes=3 * FRAME_BYTES) as b:
         b.store.gate.clear()
-        chain = b.begin(PROMPT, num_known=0)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
+        _, tokens = await b.serve(num_known=0)
         await b.store.entered.wait()
         step_is_over = threading.Event()
         b.thread.post(lambda engine: step_is_over.wait(WAIT_S))
@@ -327,16 +309,10 @@ async def test_one_put_carries_the_chains_of_several_requests() -> None:
     async with bench() as b:
         prompts = [prompt_of(18, start=start) for start in (3, 5, 7)]
         b.store.gate.clear()
-        first = b.begin(prompt_of(8, start=1), num_known=0)
-        for event in await b.generate(prompt_of(8, start=1), 10):
-            b.writes.add(first, event.filled)
-        b.writes.end(first)
+        await b.serve(prompt_of(8, start=1), 10, num_known=0)
         await b.store.entered.wait()
         for prompt in prompts:
-            chain = b.begin(prompt, num_known=0)
-            for event in await b.generate(prompt, 1):
-                b.writes.add(chain, event.filled)
-            b.writes.end(chain)
+            await b.serve(prompt, 1, num_known=0)
         b.store.gate.set()
         await b.settle()
         assert b.store.num_chains == [1, 3] and b.store.num_puts[1] == 12
@@ -347,15 +323,11 @@ async def test_one_put_carries_the_chains_of_several_requests() -> None:
 async def test_one_chain_that_lacks_its_parent_costs_the_others_nothing() -> None:
     async with bench() as b:
         b.store.gate.clear()
-        blocked = b.begin(prompt_of(18, start=9), num_known=0)
-        for event in await b.generate(prompt_of(18, start=9), 1):
-            b.writes.add(blocked, event.filled)
-        b.writes.end(blocked)
+        await b.serve(prompt_of(18, start=9), 1, num_known=0)
         await b.store.entered.wait()
         lacking, whole = b.begin(PROMPT), b.begin(prompt_of(18, start=5), num_known=0)
-        tokens = await answered(b, lacking)
-        for event in await b.generate(prompt_of(18, start=5), 1):
-            b.writes.add(whole, event.filled)
+        tokens = await b.answer(lacking)
+        await b.answer(whole, prompt_of(18, start=5), 1)
         b.writes.end(whole)
         b.writes.end(lacking)
         b.store.gate.set()
@@ -381,9 +353,7 @@ def test_puts_grow_while_they_are_quick_and_shrink_when_they_are_slow(
 async def test_puts_that_are_quick_grow_until_they_carry_all_that_is_held() -> None:
     async with bench(put_budget_s=3600.0) as b:
         b.writes._put_bytes["store:1"] = FRAME_BYTES
-        chain = b.begin(PROMPT, num_known=0)
-        await answered(b, chain)
-        b.writes.end(chain)
+        await b.serve(num_known=0)
         await b.settle()
         assert b.store.num_puts == [1, 2, 4, 5]
 
@@ -391,9 +361,7 @@ async def test_puts_that_are_quick_grow_until_they_carry_all_that_is_held() -> N
 async def test_a_put_that_gave_way_is_followed_by_a_smaller_one() -> None:
     async with bench(max_put_bytes=8 * FRAME_BYTES) as b:
         b.store.gate.clear()
-        chain = b.begin(PROMPT, num_known=0)
-        await answered(b, chain)
-        b.writes.end(chain)
+        await b.serve(num_known=0)
         await b.store.entered.wait()
         b.writes.give_way()
         await until(lambda: b.store.num_cancelled == 1)
@@ -407,7 +375,7 @@ async def test_a_request_that_asks_while_a_load_is_under_way_gets_the_blocks_too
     """The put that waits for the load does not begin."""
     async with bench() as b:
         chain = b.begin(PROMPT, num_known=0)
-        await answered(b, chain, num_tokens=2)
+        await b.answer(chain, num_tokens=2)
         with b.writes.standing_back():
             b.writes.end(chain)
             await until(lambda: b.thread.stats.num_quarantined_blocks > 0)
@@ -419,32 +387,11 @@ async def test_a_request_that_asks_while_a_load_is_under_way_gets_the_blocks_too
         assert sum(b.store.num_puts) == 4
 
 
-async def test_a_parent_that_is_lost_before_the_commit_has_the_chain_put_from_its_beginning() -> (
-    None
-):
-    async with bench() as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
-        real = b.store.put_chains
-
-        async def loses_it(*asked: Any) -> list[PutResult]:
-            b.store.put_chains = real  # type: ignore[method-assign]
-            b.store.stored.clear()
-            raise FailedPrecondition("its parent was never committed")
-
-        b.store.put_chains = loses_it  # type: ignore[method-assign, assignment]
-        chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert chain.num_restarts == 1 and not b.connector.suspected
-
-
 async def test_a_turn_holds_no_more_than_it_may() -> None:
     async with bench(max_held_blocks=5) as b:
         b.store.gate.clear()
         chains = [b.begin(PROMPT, num_known=0) for _ in range(2)]
-        tokens = await answered(b, chains[0])
+        tokens = await b.answer(chains[0])
         for chain in chains:
             b.writes.end(chain)
         await b.store.entered.wait()
@@ -458,11 +405,9 @@ async def test_a_turn_holds_no_more_than_it_may() -> None:
 async def test_a_put_that_is_slow_reads_what_nobody_overwrites() -> None:
     """The request is over, and others need every block that there is."""
     async with bench(num_blocks=16) as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         b.store.gate.clear()
-        chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
+        chain, tokens = await b.serve()
         await b.store.entered.wait()
         num_held = len(chain.hashes) - 4
         await b.thread.call(lambda engine: engine.check_integrity())
@@ -486,7 +431,7 @@ async def test_a_put_that_is_slow_reads_what_nobody_overwrites() -> None:
 
 async def test_what_was_evicted_before_its_turn_is_not_stored() -> None:
     async with bench(num_blocks=16) as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         chain = b.begin(PROMPT)
         events = await b.generate(PROMPT, 31)
         for start in (20, 21):
@@ -529,19 +474,17 @@ async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
 )
 async def test_trouble_ends_one_chain_and_is_counted(error: BatonError, reason: str) -> None:
     async with bench() as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         b.store.error = error
         chain = b.begin(PROMPT)
-        await answered(b, chain)
+        await b.answer(chain)
         await b.settle()
         b.writes.end(chain)
         await b.settle()
         assert chain.problem == reason and b.connector.suspected == [error]
         assert chain.leg.not_stored == b.counts.not_written_back == Counter({reason: 8})
         b.store.error = None
-        other = b.begin(PROMPT)
-        await answered(b, other)
-        b.writes.end(other)
+        other, _ = await b.serve()
         await b.settle()
         assert other.leg.num_blocks_written_back == 8
 
@@ -549,16 +492,12 @@ async def test_trouble_ends_one_chain_and_is_counted(error: BatonError, reason: 
 async def test_no_store_and_no_room() -> None:
     async with bench() as b:
         b.connector.client = None
-        chain = b.begin(PROMPT)
-        await answered(b, chain)
-        b.writes.end(chain)
+        chain, _ = await b.serve()
         await b.settle()
         assert b.counts.not_written_back == Counter(store_unavailable=8)
         b.connector.client = b.store
         b.store.room = 7
-        chain = b.begin(PROMPT)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
+        chain, tokens = await b.serve()
         await b.settle()
         b.assert_stored(tokens, 7)
         assert chain.leg.num_blocks_written_back == 3 and chain.leg.not_stored == Counter(no_room=5)
@@ -584,11 +523,11 @@ async def test_more_chains_than_may_wait_are_given_up() -> None:
 
 async def test_loads_go_first_but_not_for_ever() -> None:
     async with bench(put_budget_s=2 * WAIT_S) as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.have_prompt()
         chain = b.begin(PROMPT)
         with b.writes.standing_back():
             with b.writes.standing_back():
-                await answered(b, chain)
+                await b.answer(chain)
             await settled()
             assert b.store.num_puts == []
         await b.settle()
@@ -596,8 +535,7 @@ async def test_loads_go_first_but_not_for_ever() -> None:
         b.writes._limits = replace(b.writes._limits, put_budget_s=2.0)
         other = b.begin(prompt_of(16, start=8), num_known=0)
         with b.writes.standing_back():  # a load that does not end
-            for event in await b.generate(prompt_of(16, start=8), 17):
-                b.writes.add(other, event.filled)
+            await b.answer(other, prompt_of(16, start=8), 17)
             await b.settle()
         assert other.num_stored >= 4
 
@@ -607,15 +545,13 @@ async def test_a_chain_is_dropped_while_it_waits_for_loads() -> None:
     async with bench(put_budget_s=2 * WAIT_S) as b:
         chain = b.begin(PROMPT, num_known=0)
         with b.writes.standing_back():
-            tokens = await answered(b, chain)
+            tokens = await b.answer(chain)
             await settled()
             b.writes.drop(chain)
             assert b.writes.num_chains == 0
         await b.settle()
         assert not b.store.num_puts and not b.counts.not_written_back
-        other = b.begin(PROMPT)
-        await answered(b, other)
-        b.writes.end(other)
+        await b.serve()
         await b.settle()
         b.assert_stored(tokens, 12)
 
@@ -640,49 +576,6 @@ async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> No
         far.gate.set()
         await b.settle()
         assert far.num_puts == [4] and far.num_chains == [2] and b.writes.num_chains == 0
-
-
-async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(put_budget_s=0.05) as b:
-        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
-        chain = b.begin(PROMPT)
-        await answered(b, chain, num_tokens=8)  # less than a batch
-        chain.ends_by = Deadline.after(0.0)
-        b.writes.end(chain)
-        b.writes._put_in_line(chain)
-        await b.settle()
-        assert chain.problem == "deadline" and b.counts.not_written_back == Counter(deadline=2)
-
-
-async def test_a_request_without_room_gets_what_is_held_and_the_chain_is_put_again() -> None:
-    """One step later: the put is not waited for."""
-    async with bench() as b:
-        b.store.gate.clear()
-        chain = b.begin(PROMPT, num_known=0)
-        tokens = await answered(b, chain)
-        b.writes.end(chain)
-        await b.store.entered.wait()
-        await b.thread.call(lambda engine: None)
-        assert b.thread.stats.num_quarantined_blocks > 0
-        num_before = b.num_times_room
-        b.writes.give_way()
-        await until(lambda: b.num_times_room > num_before and b.store.num_cancelled == 1)
-        assert not b.store.num_puts, "no put was waited for"
-        b.store.gate.set()
-        await b.settle()
-        b.assert_stored(tokens, 12)
-        assert not b.counts.not_written_back
-
-
-async def test_a_cancelled_put_holds_nothing() -> None:
-    async with bench() as b:
-        b.store.gate.clear()
-        chain = b.begin(PROMPT, num_known=0)
-        await answered(b, chain)
-        await b.store.entered.wait()
-        await end_tasks(b.connector.tasks)
-        await b.thread.call(lambda engine: engine.check_integrity())
-        assert b.thread.stats.num_quarantined_blocks == 0
 
 
 async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
