@@ -919,10 +919,10 @@ class _PairFinder:
         return list(groups.values())
 
 
-def _need(role: str, workers: Sequence[WorkerLoad], fitting_workers: Sequence[WorkerLoad]) -> None:
+def _need(role: str, workers: Sequence[WorkerLoad], fitting: Sequence[WorkerLoad]) -> None:
     if not workers:
         raise Unavailable(f"no {role} worker is available")
-    if not fitting_workers:
+    if not fitting:
         raise Unavailable(f"no {role} worker with a window that long is available")
 
 

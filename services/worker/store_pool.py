@@ -356,7 +356,7 @@ class StoreConnector:
         on_attached: Callable[[KvStoreClient], None] = lambda client: None,
         min_backoff_s: float = MIN_BACKOFF_S,
         clock: Clock = time.monotonic,
-        attach_to_store: Attach = attach_to_store,
+        attach: Attach = attach_to_store,
     ) -> None:
         """Create a connector; `start` attaches it. on_room: called when quarantined blocks may be
         used again. on_attached: called with every new client. min_backoff_s: seconds before the
@@ -368,7 +368,7 @@ class StoreConnector:
         self._on_attached = on_attached
         self._min_backoff_s = min_backoff_s
         self._clock = clock
-        self._attach = attach_to_store
+        self._attach = attach
         self.on_other_suspect: Callable[[KvStoreClient, BatonError], None] = _nobody
         """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
@@ -952,7 +952,7 @@ class RemoteStores:
         ping_budget_s: float,
         on_attached: Callable[[KvStoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
-        attach_to_store: Attach = attach_to_store,
+        attach: Attach = attach_to_store,
     ) -> None:
         """Create without connections.
 
@@ -975,7 +975,7 @@ class RemoteStores:
         self._idle_s = max(IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._on_attached = on_attached
         self._clock = clock
-        self._attach = attach_to_store
+        self._attach = attach
         self._peers: dict[tuple[str, str], RemotePeer] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from kvstore.store_connection import HEARTBEAT_S
 
 from kvstore.config import KvStoreSettings
+from kvstore.store_connection import HEARTBEAT_S
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from tests.harness.store import (
     BLOCK_BYTES,

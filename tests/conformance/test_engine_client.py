@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import transformers
-from engine_client.interface import Ask, EngineClient, News
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.request import FinishReason, Sampling
+from engine_client.interface import Ask, EngineClient, News
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
 from process.errors import AlreadyExists, BatonError, DeadlineExceeded, InvalidArgument

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from engine_client.interface import Ask, EngineClient, News
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
@@ -31,6 +30,7 @@ from engine_client import child_process_link, messages
 from engine_client.async_client import AsyncProcessClient
 from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
+from engine_client.interface import Ask, EngineClient, News
 from engine_client.process_client import DataParallelClient, ProcessClient
 from process.errors import (
     BatonError,
@@ -134,7 +134,7 @@ def test_an_engine_that_ends_fails_what_it_served_and_the_others_go_on(
             os.kill(pids(ranks)[rank], signal.SIGKILL)
         if how == "hangs":  # days pass between any two looks at the clock
             days = itertools.count(0.0, 86_400.0)
-            patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: next(days)))
+            patch.setattr(child_process_link, "time", SimpleNamespace(monotonic=lambda: next(days)))
         news += wait_news(ranks, {how}, over=True)
     (last,) = [each for each in news if each.is_over]
     assert last.request_id == how and last.failure is not None

@@ -14,11 +14,11 @@ from typing import TextIO
 
 import numpy as np
 import pytest
-from kvstore.store_status import StoreMetrics
 
 from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
+from kvstore.store_status import StoreMetrics
 from process.errors import NoCapacity
 from tests.harness.huge_pool import HugePool
 from tests.harness.store import NewWorker, chain_of

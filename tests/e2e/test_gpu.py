@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.cluster.command_lines import ProcessSpec
 
 from baton import ClusterConfig, LocalCluster
 from baton.answers import Completion
 from baton.client import Client, SyncClient
 from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import ProcessSpec
 from baton.errors import ClusterError
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf import json_format
-from services.autoscaler.testing.fake_scaler import FakeScaler
 
 from process import grpc_server, registry, rpc
 from process.errors import BatonError
@@ -24,6 +23,7 @@ from services.autoscaler.config import (
     PoolLimits,
     ScaleLimits,
 )
+from services.autoscaler.testing.fake_scaler import FakeScaler
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock, until
 

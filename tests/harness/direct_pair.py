@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services.decode.request_spec import DecodeState
-from services.worker.runtime import Identity, WorkerCore
 
 from engine.config import EngineConfig
 from kvstore.block_lender import LenderLimits
@@ -22,8 +20,10 @@ from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from process import signing_keys
 from protos import common_pb2, prefill_pb2
+from services.decode.request_spec import DecodeState
 from services.worker import store_pool
 from services.worker.config import WorkerSettings
+from services.worker.runtime import Identity, WorkerCore
 from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
 from tests.harness.handles import partial

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.router.testing.fake_workers import FakeDecode, FakePrefill, FakeServedModel
-
 from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from services.router.testing.fake_workers import FakeDecode, FakePrefill, FakeServedModel
 from tests.harness.gated_engine import SALT
 from tests.harness.prefill_decode_pair import (
     WAIT_S,

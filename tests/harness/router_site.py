@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.worker_views import ServedModel
-
 from process import rpc
 from protos import inference_pb2_grpc
 from services.router.app import Router
+from services.router.worker_views import ServedModel
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import GatedModel, fake_engine
 from tests.harness.prefill_decode_pair import ROLES, started

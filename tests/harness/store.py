@@ -19,7 +19,6 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
-from kvstore.store_connection import HEARTBEAT_S
 
 from kvstore import block_hash, store_process, store_status, wire
 from kvstore.block_refs import Block
@@ -27,6 +26,7 @@ from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import StoreIntegrityError, TransferCancelled, TransferTimeout, reason_of
+from kvstore.store_connection import HEARTBEAT_S
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport

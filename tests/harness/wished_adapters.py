@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from process.background_tasks import end_tasks, start_task
-from services.router.testing.fake_workers import FakeWorker
 
+from process.background_tasks import end_tasks, start_task
 from protos import common_pb2
 from services import adapter_wishes
+from services.router.testing.fake_workers import FakeWorker
 from tests.harness.router_bench import Bench, HttpBench, http_bench
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services.decode.request_spec import DecodeState
-from services.worker.store_pool import RemoteStores, StoreConnector, StoreUnusable
 
 from kvstore import errors
 from kvstore.client import KvStoreClient
@@ -23,8 +21,10 @@ from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2
 from services.decode import kv_loader as decode_ahead
+from services.decode.request_spec import DecodeState
 from services.worker import handle as handles
 from services.worker.provenance import FINGERPRINT
+from services.worker.store_pool import RemoteStores, StoreConnector, StoreUnusable
 from tests.harness.direct_pair import (
     CHUNK,
     FOR_EVER_S,

@@ -16,9 +16,6 @@ import aiohttp
 import grpc.aio
 import pytest
 from google.protobuf import json_format
-from services.autoscaler.actuator import FORGET_S, ActionOutcome
-from services.autoscaler.grpc_services import MAX_REQUEST_BYTES
-from services.router.testing.fake_workers import FakeDecode, FakePrefill
 
 from baton.client import Client
 from process import registry, rpc
@@ -39,11 +36,14 @@ from protos import (
     router_status_pb2,
 )
 from services.autoscaler import observer
+from services.autoscaler.actuator import FORGET_S, ActionOutcome
 from services.autoscaler.config import Pace
 from services.autoscaler.decision import Decision, DecisionRecord, Direction, Flip, Reason
+from services.autoscaler.grpc_services import MAX_REQUEST_BYTES
 from services.autoscaler.metrics import SILENCE_S
 from services.autoscaler.scaler import ScalerError, UnitState
 from services.autoscaler.signals import ByRole, Role
+from services.router.testing.fake_workers import FakeDecode, FakePrefill
 from services.worker.provenance import status_to_json
 from tests.harness import autoscaler_bench
 from tests.harness.autoscaler_bench import Cluster, Worker

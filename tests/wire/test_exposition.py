@@ -17,8 +17,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from services.worker.kv_swap import StoreParking
-from services.worker.runtime import Identity
 
 from kvstore import block_hash, store_process
 from kvstore.config import KvStoreSettings
@@ -31,7 +29,9 @@ from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
 from services.worker.draft_channel import DraftPeers
+from services.worker.kv_swap import StoreParking
 from services.worker.metrics import WorkerCollector
+from services.worker.runtime import Identity
 from tests.harness import autoscaler_bench, draft_workers, exposition
 from tests.harness.exposition import WHO, Family, scrape, values
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of

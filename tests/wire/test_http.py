@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from baton.development_certificates import CertSet
 
 from baton import development_certificates
+from baton.development_certificates import CertSet
 from tests.harness.access import Role, add_key, client_context, one_sided_tls
 from tests.harness.router_bench import (
     BOUND_S,

@@ -123,7 +123,7 @@ def test_a_large_body_is_read_while_others_are_served(
             assert go_on.wait(20)
         return parse(data)
 
-    monkeypatch.setattr(routes, "parse", held)
+    monkeypatch.setattr(routes, "parse_body", held)
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(router.ask, TEXT, {"prompt": [5] * 200_000})
         assert begun.wait(20)

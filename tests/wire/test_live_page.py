@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from services.router.callers import ANYBODY, Caller
 
 from process.errors import NotFound, Unauthenticated
 from protos import inference_pb2
+from services.router.callers import ANYBODY, Caller
 from services.router.http_server import HttpServer
 from services.router.page import routes, snapshots
 from services.router.page.routes import LivePage

@@ -12,10 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from services.decode.kv_loader import GenerateCommand
-from services.prefill.handoff import PrefillAnswer
-from services.prefill.request import Firsts, PrefixLeases
-from services.worker.server import RoleSession
 
 from engine.request import Request, Sampling
 from kvstore.errors import Quarantine
@@ -23,9 +19,13 @@ from process import rpc
 from process.deadline import Deadline
 from process.errors import Cancelled, FailedPrecondition, Internal, NotFound, Unavailable
 from protos import common_pb2
+from services.decode.kv_loader import GenerateCommand
+from services.prefill.handoff import PrefillAnswer
+from services.prefill.request import Firsts, PrefixLeases
 from services.worker import handle as handles
 from services.worker import provenance, server
 from services.worker.config import WorkerLimits
+from services.worker.server import RoleSession
 from tests.harness.decode_movers import Movers, going_on, movers
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, pair
@@ -110,14 +110,14 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
         ask = p.prefill_role._servicer._ask(request)
         with monkeypatch.context() as patched, pytest.raises(Broken):
             patched.setattr(PrefixLeases, "hand_over", broken)
-            await server.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
         assert lender.loans.num_leases == 0
         await p.check()
         told: list[PrefillAnswer] = []
         with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(provenance, "tell", broken)
-            await server.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
-        await until(lambda: not server.states)
+            patched.setattr(provenance, "set_leg_attributes", broken)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
+        await until(lambda: not worker.states)
         told[0].take_back()
         await p.check()
 
@@ -137,12 +137,12 @@ async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(m:
         except NotFound as error:
             refused.append(error)
 
-    server.forget = late
+    worker.forget = late
     key = await m.streams[0].begin(m.reserve(PROMPT, "r", max_tokens=40))
     m.leave(0)
     assert (await m.streams[0].next(key)).HasField("failed")
     assert len(refused) == 1
-    server.forget = forget
+    worker.forget = forget
     m.stay(0)
 
 
@@ -217,7 +217,12 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
         made, engine = m.workers[0], m.engine(0)
         told: list[str] = []
         stops: list[asyncio.Task[None]] = []
-        close, begin, drain, end = engine.close, server.begin, RoleSession.drain, RoleSession.end
+        close, begin, drain, end = (
+            engine.close,
+            server.begin_session,
+            RoleSession.drain,
+            RoleSession.end,
+        )
 
         async def late_end(life: RoleSession, **options: Any) -> None:
             if not stops:
@@ -245,7 +250,7 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
             RoleSession, "announce", lambda life, *addresses: told.append("announced")
         )
         if when == "begins":
-            monkeypatch.setattr(server, "begin", late_begin)
+            monkeypatch.setattr(server, "begin_session", late_begin)
         elif when == "ends":
             monkeypatch.setattr(RoleSession, "end", late_end)
         else:
@@ -306,7 +311,7 @@ async def test_a_worker_that_cannot_become_the_other_ends(
     async def fails(*arguments: Any, **options: Any) -> None:
         raise FailedPrecondition("the store has frames of another size")
 
-    monkeypatch.setattr(server, "begin", fails)
+    monkeypatch.setattr(server, "begin_session", fails)
     with pytest.raises(Internal, match="could not become prefill: the store has frames"):
         await made.set_role("prefill")
     assert made.core.failed.is_set() and made.failure is not None

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from baton.development_certificates import CertSet
 
 from baton import development_certificates
+from baton.development_certificates import CertSet
 from process import rpc
 from process.authorization import WORKERS, PeerRole
 from process.tls import TlsIdentity

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process.trace_spans import TraceContext, parse_traceparent
 
 from engine.speculation.remote import DraftTraces
 from process import rpc
+from process.trace_spans import TraceContext, parse_traceparent
 from process.tracing import TracingSettings
 from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 
 from protos import common_pb2, router_status_pb2
 from protos.router_status_pb2 import Durations, ModelTraffic
+from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Work
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 from process.errors import Internal
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Flip
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Role
+from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=12)
 TARGETS = Targets()

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kvstore.block_changes import ChangeLog
-from kvstore.block_history import BlockHistory
-from kvstore.tenant_shares import TenantShares
 
 from kvstore import invariants
 from kvstore.block_changes import ChangeLog
+from kvstore.block_history import BlockHistory
 from kvstore.block_refs import Block, StoredPage
 from kvstore.block_store import BlockStore, PrefixMatch, Reserved, StoreLimits, WrittenFrame
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.prefix_tree import TreeNode
 from kvstore.slot_pool import SlotState
+from kvstore.tenant_shares import TenantShares
 
 GRACE_S = 30.0
 """How long what a gone worker may still write into stays out of use."""

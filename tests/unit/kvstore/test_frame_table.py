@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvstore.tenant_shares import TenantShares
 
 from kvstore.prefix_tree import TreeNode
+from kvstore.tenant_shares import TenantShares
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 

@@ -8,12 +8,12 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore.block_history import MAX_EVENTS, BlockHistory
-from process.trace_spans import RecordingSpan, TraceContext
 
 from kvstore import block_history
+from kvstore.block_history import MAX_EVENTS, BlockHistory
 from kvstore.block_refs import Block
 from kvstore.prefix_tree import TreeNode
+from process.trace_spans import RecordingSpan, TraceContext
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 
 TRACE = TraceContext(0xA1, 0xB2, True)

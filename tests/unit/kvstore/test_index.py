@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from kvstore.block_changes import ChangeLog
 
 from kvstore import index, index_publisher
+from kvstore.block_changes import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from kvstore.prefix_tree import ShardedDict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore.link_quality import (
     MAX_BYTES,
     MAX_ROUNDS,

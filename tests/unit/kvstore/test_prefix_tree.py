@@ -8,13 +8,13 @@ import sys
 from itertools import chain
 
 import pytest
-from kvstore.block_changes import ChangeLog
-from kvstore.tenant_shares import POOL, TenantShares
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block, Page
 from kvstore.errors import StoreIntegrityError
 from kvstore.prefix_tree import PrefixTree, ShardedDict, TreeNode
+from kvstore.tenant_shares import POOL, TenantShares
 
 
 class _Builder:

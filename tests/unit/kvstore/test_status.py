@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvstore.store_status import fill
 
 from kvstore.block_source import StoreStats
 from kvstore.block_store import BlockStore
 from kvstore.errors import GENERATION
+from kvstore.store_status import fill
 from protos import inference_pb2, kvstore_pb2
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 

@@ -7,11 +7,11 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 
 from kvstore import invariants
 from kvstore.errors import StoreIntegrityError
 from kvstore.slot_pool import SlotPool
+from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreBench, hashes_of
 

@@ -16,13 +16,13 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kvstore.tenant_shares import TenantShares
 
 from kvstore import block_hash
 from kvstore.block_refs import Block
 from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
+from kvstore.tenant_shares import TenantShares
 from process.errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver

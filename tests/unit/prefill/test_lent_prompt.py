@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from services.prefill.handoff import HandoffBuilder
-from services.prefill.lending import NOT_HELD, LentPrompt
-from services.worker.store_writer import TailSource
 
 from engine.outputs import FilledBlock
 from kvstore.block_refs import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
+from services.prefill.handoff import HandoffBuilder
+from services.prefill.lending import NOT_HELD, LentPrompt
 from services.worker.provenance import HandoverPath
+from services.worker.store_writer import TailSource
 
 NUM_FULL = 6
 CHUNK = 2

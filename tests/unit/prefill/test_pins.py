@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.prefill.request import PrefixLease, PrefixLeases
-from services.worker.store_pool import StoreConnector
-
 from process.deadline import Deadline
 from process.errors import BatonError
+from services.prefill.request import PrefixLease, PrefixLeases
 from services.worker.config import WorkerLimits
+from services.worker.store_pool import StoreConnector
 from tests.harness.gated_engine import fake_engine, running
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process.trace_spans import NOOP_SPAN
 
 from process.deadline import Deadline
+from process.trace_spans import NOOP_SPAN
 from services.prefill.server import PrefillSession
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState
 
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
 from protos import common_pb2, decode_pb2
 from services.router.sealed_handle import Command, SealedHandle
+from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)

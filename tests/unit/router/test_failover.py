@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from protos import common_pb2
 from services.router.lifecycle import (
     HANDOVER_S,
     LAPSED,
@@ -12,9 +15,6 @@ from services.router.lifecycle import (
     handle_unusable_reason,
 )
 from services.router.request_stats import LOST, MOVED, KvAccount, StageTimes
-
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2
 from services.router.sealed_handle import Extent
 
 NOW_S = 1_700_000_000.0

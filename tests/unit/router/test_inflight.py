@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from services.router.attempts import Attempts
 
 from process.deadline import Deadline
 from process.errors import Cancelled, NoCapacity, Unavailable
+from services.router.attempts import Attempts
 from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from services.router.callers import ANYBODY, ApiKeys
 
 from process import api_keys
 from process.errors import PermissionDenied, Unauthenticated
 from protos import inference_pb2
+from services.router.callers import ANYBODY, ApiKeys
 
 
 def write(path: Path, *entries: tuple[str, api_keys.ApiKey]) -> None:

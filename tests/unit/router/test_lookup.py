@@ -7,14 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.router.prefixes import NO_PREFIXES, PrefixLookup
-from services.router.worker_views import StoreView
-
 from kvstore import block_hash, index
 from kvstore.block_hash import TURN_TOKENS
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
+from services.router.prefixes import NO_PREFIXES, PrefixLookup
+from services.router.worker_views import StoreView
 from tests.harness.redis_server import RedisServer
 
 FINGERPRINT = "ab" * 32

@@ -12,8 +12,6 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services.router.prefixes import FoundPrefixes, StoreRun
-from services.router.worker_views import LinkView
 
 from process.errors import Unavailable
 from services.router.config import HandoverMode, RouterCosts, RoutingPolicy
@@ -32,6 +30,8 @@ from services.router.policies import (
     fitting_workers,
     make,
 )
+from services.router.prefixes import FoundPrefixes, StoreRun
+from services.router.worker_views import LinkView
 from tests.unit.router.pools import COSTS, load, random_case, slow_case
 
 NAMES = get_args(RoutingPolicy)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall
 
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
+from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall
 
 CANCELLED, EXHAUSTED = 1, 8
 

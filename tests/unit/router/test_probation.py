@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 
 from process.errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
+from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 from tests.harness.waiting import Clock
 
 W, LIFE = "d0", "a life"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
-from services.router.testing.fake_workers import FakePrefill, FakeServedModel
-from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 
 from process.registry import connect_redis
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
+from services.router.testing.fake_workers import FakePrefill, FakeServedModel
+from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import BOUND_S
 from tests.harness.waiting import Clock

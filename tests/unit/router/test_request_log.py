@@ -9,11 +9,11 @@ from enum import Enum
 from types import SimpleNamespace
 
 import pytest
-from services.router.request_stats import MANY, MAX_SPANS, RequestLog, StageTimes, UsageHistory
 
 from protos import common_pb2, inference_pb2
 from services.router import request_stats
 from services.router.policies import Choice
+from services.router.request_stats import MANY, MAX_SPANS, RequestLog, StageTimes, UsageHistory
 from tests.harness.waiting import Clock, until
 
 WALL_NS = 1_700_000_000 * 10**9

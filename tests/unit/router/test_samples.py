@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from services.router.output import AnswerOutput, SampleOutput
-from services.router.worker_client import SampleNews
 
 from process.errors import Internal
 from protos import common_pb2, prefill_pb2
+from services.router.output import AnswerOutput, SampleOutput
+from services.router.worker_client import SampleNews
 from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services.router.request_stats import BEFORE_FIRST, StageTimes
 
+from services.router.request_stats import BEFORE_FIRST, StageTimes
 from tests.harness.waiting import Clock
 
 parts = st.lists(

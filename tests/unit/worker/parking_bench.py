@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services.worker.kv_swap import Stage, StagingRows, StoreParking
-from services.worker.store_pool import StoreConnector, StoreTarget
-from services.worker.store_writer import RENEWALS_PER_TTL
 
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks
@@ -22,6 +19,9 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from process.deadline import Deadline
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
+from services.worker.kv_swap import Stage, StagingRows, StoreParking
+from services.worker.store_pool import StoreConnector, StoreTarget
+from services.worker.store_writer import RENEWALS_PER_TTL
 from tests.harness.waiting import until
 
 FRAME_BYTES = 4096

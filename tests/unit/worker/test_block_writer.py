@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from services.worker.store_pool import StoreConnector
-from services.worker.store_writer import BlockWriter, TailSource
 
 from engine.outputs import FilledBlock
 from kvstore.block_refs import Block
@@ -20,6 +18,8 @@ from kvstore.client import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from services.worker.config import WorkerLimits
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import BlockWriter, TailSource
 from tests.harness.gated_engine import fake_engine, running
 from tests.harness.waiting import settled
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from services.worker.store_pool import StoreConnector, StoreTarget
 
 from engine.request import Reservation
 from kvstore.block_refs import Block
@@ -28,6 +27,7 @@ from protos import kvstore_pb2
 from services.worker import store_pool as module
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
+from services.worker.store_pool import StoreConnector, StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import Clock, until
 

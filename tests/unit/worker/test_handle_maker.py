@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from services.worker.handle_builder import HandleBuilder, LeasedBlocks, runs_of
 
 from kvstore.block_refs import Block
+from services.worker.handle_builder import HandleBuilder, LeasedBlocks, runs_of
 
 SIZE = 4
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from services.worker.runtime import SHARE, InvariantCheck
 
 from process.errors import Internal
+from services.worker.runtime import SHARE, InvariantCheck
 
 
 class _Laws:

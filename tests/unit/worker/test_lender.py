@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from services.worker.store_pool import StoreTarget
 
 from kvstore.exported_blocks import ExportOffer
 from kvstore.transport.base import BlockMemory
 from process.errors import Internal
 from services.worker.lender import WorkerLender
+from services.worker.store_pool import StoreTarget
 
 NUM_BLOCKS = 8
 

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from kvstore.link_quality import LinkRates
 
 from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
+from kvstore.link_quality import LinkRates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from services.worker.kv_swap import Stage, StoreParking
 
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, ParkingRefused, WrongState
 from engine.parking import Blocks
 from process.settings import SettingsError
+from services.worker.kv_swap import Stage, StoreParking
 from tests.harness.gated_engine import fake_engine
 from tests.harness.waiting import Gate, until
 from tests.harness.workloads import PLAIN, disturbed, undisturbed, workload

@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from services.worker.stream_servicer import sampling_from_proto
 
 from engine.request import Beam, GrammarKind, GrammarSpec
 from process.errors import InvalidArgument, NotFound
 from protos import common_pb2
 from services.worker import stream_servicer as mapping
+from services.worker.stream_servicer import sampling_from_proto
 
 
 def params(**fields: object) -> common_pb2.SamplingParams:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget
 
 from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
@@ -23,6 +22,7 @@ from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
 from services.worker import store_pool as module
+from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget
 
 MAX_STORES = 3
 NUM_NODES = 5

@@ -15,9 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from process.background_tasks import end_tasks
-from services.worker.store_pool import StoreConnector
-from services.worker.store_writer import WriteBehind, WriteChain, next_put_bytes
 
 from engine.engine import LLMEngine
 from engine.outputs import RequestOutput, StepOutput
@@ -26,12 +23,15 @@ from kvstore import block_hash
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
+from process.background_tasks import end_tasks
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker import store_writer
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import LegProvenance, WorkerCounts
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import WriteBehind, WriteChain, next_put_bytes
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 

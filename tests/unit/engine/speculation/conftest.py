@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.sampling.host_device_copies import StreamMark
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.models.loader import load_model
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.metadata import SamplerOutput
 from engine.sampling.sampler import PendingSample, Sampler
 from tests.harness.models import FAMILIES, Tiny, save

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.sampling.host_device_copies import StreamMark
 
 from engine.batch import Batch
 from engine.begun import BegunStep, may_be_early
@@ -21,6 +20,7 @@ from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.outputs import RequestOutput
 from engine.request import Beam, Request, RequestState, Sampling
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.speculation.config import NgramConfig, SpeculationConfig
