@@ -224,7 +224,7 @@ async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -
         generating, worker = await _begun(bench, _asked(), 4)
         (other,) = (d for d in bench.decodes if d is not worker)
         other.error = NoCapacity("full", retry_after_s=1.0)
-        deadline_unix_ms = _unix_ms(1.5)
+        deadline_unix_ms = _unix_ms(0.5)
         worker.move_all(deadline_unix_ms=deadline_unix_ms)
         await until(lambda: other.num_refused >= 2 and _unix_ms(0.0) > deadline_unix_ms)
         other.error, other.pause_at = None, -1
