@@ -73,7 +73,7 @@ def preflight(
         install = Release(chart, release, reader.namespace, tuple(values), tuple(sets))
         objects = chart_needs.render(install, version)
     try:
-        asked = chart_needs.of(objects)
+        asked = chart_needs.collect_needs(objects)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     there = reader.look(asked)

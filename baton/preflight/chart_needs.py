@@ -270,9 +270,10 @@ class Needs:
     """The objects themselves."""
 
 
-def of(objects: Iterable[Object]) -> Needs:
-    """Collect the needs of these objects. Raises: ValueError naming one that is no object of
-    Kubernetes."""
+def collect_needs(objects: Iterable[Object]) -> Needs:
+    """Collect what Kubernetes objects need of a cluster: their kinds, their pods, and objects that
+    pods name but that are not among them. Raises: ValueError naming an entry without `kind` or
+    `apiVersion`."""
     objects = tuple(_flat(objects))
     kinds = dict.fromkeys(Kind(str(each["apiVersion"]), str(each["kind"])) for each in objects)
     pods = tuple(pod for each in objects if (pod := _pod(each)) is not None)

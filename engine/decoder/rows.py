@@ -189,8 +189,11 @@ class RowTable:
         return self._places if self._left_elsewhere is None else self._left_elsewhere
 
     def leave_elsewhere(self, places: dict[Key, int]) -> None:
-        """Record that the launch before did not use this table and stored its samples at these
-        places. Rows keep their own places."""
+        """Record that the latest launch had prompts, which do not use this table.
+
+        Args: places: the index of each row's sampled token in the device's `last_drawn`, which
+            `drawn_at` returns until the next `update`. The rows' places in the table stay.
+        """
         self._left_elsewhere = places
 
     def _clear(self, places: int | slice) -> None:

@@ -86,8 +86,9 @@ class PendingLogprobs:
 def raw_logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
 ) -> list[PositionLogprobs]:
-    """Compute the log probability of each row's token and the best ones of the row, the lowest id
-    first among equals.
+    """Compute log probabilities of the model's own distribution, before any processor: that of each
+    row's token, and the `counts[i]` greatest of the row (the lowest id first among equals). Waits
+    for the device; PendingLogprobs does not.
 
     Args:
         logits: [R, V], read only.

@@ -641,7 +641,8 @@ def make_speculation_manager(
 
 
 def backoff_s(num_failures: int) -> float:
-    """Return the back-off in seconds after a proposer's n-th failure; the first is 1. Pure."""
+    """Return the back-off in seconds after a proposer's failure number `num_failures`, counted from
+    1: FIRST_BACKOFF_S, doubled with each failure, at most MAX_BACKOFF_S. Pure."""
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
 
 

@@ -94,7 +94,11 @@ def _command(training: dict[str, Any]) -> str:
 
 
 def target_card(training: dict[str, Any], evaluation: dict[str, Any]) -> str:
-    """Write the model card of the target model."""
+    """Return the Markdown of the bundled model's card. It is the target of speculative decoding;
+    `draft_card` is of its draft model.
+
+    Args: training, evaluation: what train.py and evaluate.py recorded.
+    """
     run = training[TARGET_NAME]
     sums, stories = evaluation["sums"], evaluation["stories"]
     context = evaluation["long context"]

@@ -60,7 +60,9 @@ def _bad(findings: Iterable[Finding]) -> list[tuple[str, Status, str]]:
 
 
 def _all(objects: list[dict[str, Any]], **changes: Any) -> tuple[Finding, ...]:
-    return checks.all_of(chart_needs.of(objects), dataclasses.replace(_CLUSTER, **changes))
+    return checks.all_of(
+        chart_needs.collect_needs(objects), dataclasses.replace(_CLUSTER, **changes)
+    )
 
 
 def test_a_cluster_that_has_all_gets_no_word_of_blame() -> None:
@@ -132,7 +134,9 @@ def test_a_pod_that_the_namespace_forbids_is_named(change: dict[str, Any], word:
 def test_levels_are_ordered() -> None:
     """What restricted lets in, baseline does; what baseline forbids, restricted forbids."""
     host = {"name": "slab", "hostPath": {"path": "/dev/shm"}}
-    bare = chart_needs.of([_deployment(volumes=[host], containers=[{"name": "c"}])]).pods[0]
+    bare = chart_needs.collect_needs(
+        [_deployment(volumes=[host], containers=[{"name": "c"}])]
+    ).pods[0]
     broken = [set(checks.breaks(bare, level)) for level in checks.LEVELS]
     assert broken[0] < broken[1] < broken[2]
     assert broken[1] == {"hostPath volume slab"}
@@ -281,7 +285,9 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
     def found(settings: str, **limits: str) -> Finding:
         limits = {"memory": "18Gi", **limits}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
-        asked = chart_needs.of([pod, _config_map("decode", f'model = "a/b"\n{settings}')])
+        asked = chart_needs.collect_needs(
+            [pod, _config_map("decode", f'model = "a/b"\n{settings}')]
+        )
         (finding,) = memory_check.check(asked, cluster, sizes)
         return finding
 
@@ -302,7 +308,7 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
 
 def test_a_model_that_does_not_fit_is_named_with_what_it_needs() -> None:
     objects = [_deployment(), _config_map("decode", 'model = "a/b"')]
-    asked = chart_needs.of(objects)
+    asked = chart_needs.collect_needs(objects)
     assert memory_check.engines(asked) == {"decode": {"model": "a/b"}}
     big, small = Sizes(_LLAMA_8B, 16e9), Sizes({**_LLAMA_8B, "num_hidden_layers": 1}, 1e8)
     (finding,) = memory_check.check(asked, _CLUSTER, {"a/b": big})
@@ -319,7 +325,7 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_needs() -> None:
 def test_a_model_on_gpus_is_measured_against_what_nodes_say_of_them() -> None:
     limits = {"limits": {"nvidia.com/gpu": "1", "memory": "1Gi"}}
     pods = [_deployment(containers=[_container(resources=limits)])]
-    asked = chart_needs.of([*pods, _config_map("decode", 'model = "a/b"')])
+    asked = chart_needs.collect_needs([*pods, _config_map("decode", 'model = "a/b"')])
     sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
     (finding,) = memory_check.check(asked, _CLUSTER, sizes)
     assert finding.status is Status.WARN and "no node says how much memory" in finding.what
@@ -339,7 +345,7 @@ def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> N
         settings = f'model = "a/b"\nweights_device_bytes = {device_bytes}'
         limits = {"nvidia.com/gpu": "1", **({} if memory is None else {"memory": memory})}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
-        asked = chart_needs.of([pod, _config_map("decode", settings)])
+        asked = chart_needs.collect_needs([pod, _config_map("decode", settings)])
         (finding,) = memory_check.check(asked, cluster, sizes)
         return finding
 
@@ -403,7 +409,7 @@ def test_a_draft_worker_is_looked_at_as_the_others() -> None:
         (f"{bound}{_GIB}\nmax_num_running = 1", Status.OK, "8192 tokens of KV", ""),
         ("context_window = 1024", Status.OK, "needs about 15.2 GiB", ""),
     ):
-        asked = chart_needs.of([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
+        asked = chart_needs.collect_needs([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
         (one,) = memory_check.check(asked, cluster, sizes)
         assert one.status is status and words in one.what, (settings, one)
         assert one.fix.startswith(fix) and bool(one.fix) == bool(fix)

@@ -56,14 +56,14 @@ def test_a_sidecar_runs_beside_the_containers_and_what_runs_first_does_not() -> 
         ],
         "containers": [_container("500m", "1Gi"), {"name": "bare"}],
     }
-    (found,) = chart_needs.of([_deployment("d", pod, 3)]).pods
+    (found,) = chart_needs.collect_needs([_deployment("d", pod, 3)]).pods
     assert found.num_pods == 3
     assert found.requests == pytest.approx({"cpu": 2.1, "memory": 3 * 2**30})
 
 
 def test_a_limit_alone_is_the_request_too() -> None:
     gpu = {"name": "c", "resources": {"limits": {"nvidia.com/gpu": "2", "memory": "1Gi"}}}
-    (found,) = chart_needs.of([_deployment("d", {"containers": [gpu]})]).pods
+    (found,) = chart_needs.collect_needs([_deployment("d", {"containers": [gpu]})]).pods
     assert found.requests == {"nvidia.com/gpu": 2.0, "memory": 2**30}
 
 
@@ -92,7 +92,7 @@ def test_what_pods_name_and_nobody_brings_is_a_reference() -> None:
         ],
     }
     own = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "settings"}}
-    found = chart_needs.of([_deployment("d", pod), own])
+    found = chart_needs.collect_needs([_deployment("d", pod), own])
     by = "Deployment d"
     assert set(found.references) == {
         Reference("ServiceAccount", "runner", (), by),
@@ -118,7 +118,9 @@ def test_lists_are_opened_and_tests_and_jobs_are_brief() -> None:
         "metadata": {"name": "j"},
         "spec": {"jobTemplate": {"spec": {"template": {"spec": {"containers": []}}}}},
     }
-    found = chart_needs.of([{}, {"apiVersion": "v1", "kind": "List", "items": [test, job]}])
+    found = chart_needs.collect_needs(
+        [{}, {"apiVersion": "v1", "kind": "List", "items": [test, job]}]
+    )
     assert [(pod.owner, pod.is_brief) for pod in found.pods] == [
         ("Pod t", True),
         ("CronJob j", True),
@@ -128,4 +130,4 @@ def test_lists_are_opened_and_tests_and_jobs_are_brief() -> None:
 @pytest.mark.parametrize("what", [{"kind": "Pod"}, {"apiVersion": "v1"}, "text"])
 def test_what_is_no_object_is_refused(what: Any) -> None:
     with pytest.raises(ValueError, match="no object of Kubernetes"):
-        chart_needs.of([what])
+        chart_needs.collect_needs([what])

@@ -47,7 +47,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
             super().wait()
 
     monkeypatch.setattr("engine.plain_steps.Sampler", LateSampler)
-    monkeypatch.setattr("engine.begun.Mark", LateMark)
+    monkeypatch.setattr("engine.begun.StreamMark", LateMark)
     yield fake
 
 
