@@ -112,8 +112,8 @@ class Floors:
         return float(num_bytes / (self.ceilings["read_gb_per_s"] * 1e9))
 
     def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
-        """Lower bound, in seconds, of the prefill of `num_prompts` prompts of `num_tokens` tokens each:
-        the layers' matrix products and causal attention."""
+        """Lower bound, in seconds, of the prefill of `num_prompts` prompts of `num_tokens` tokens
+        each: the layers' matrix products and causal attention."""
         heads = self.shape["num_attention_heads"] * self.shape["head_dim"]
         pairs = num_tokens * num_tokens / 2
         flops = 2.0 * self._layer_parameters * num_tokens

@@ -275,8 +275,8 @@ def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple
 
 def validator(schema: Any) -> Any:
     """Make a jsonschema validator that also knows OpenAPI's `nullable`. A `pattern` is met if it
-    matches with ASCII or with Unicode classes: ECMA 262 has ASCII \\w and \\d but a Unicode \\s, which
-    no flag of `re` gives. So it may accept too much, such as an accented letter for \\w."""
+    matches with ASCII or with Unicode classes: ECMA 262 has ASCII \\w and \\d but a Unicode \\s,
+    which no flag of `re` gives. So it may accept too much, such as an accented letter for \\w."""
     written = _with_null(_read(json.dumps(schema)))
     made = jsonschema.validators.validator_for(written, jsonschema.Draft202012Validator)
     own = jsonschema.validators.extend(made, {"pattern": _pattern})

@@ -212,8 +212,8 @@ class Span:
         """Link the span to a related one; None: does nothing."""
 
     def end(self, error: BaseException | None = None, *, at_s: float | None = None) -> None:
-        """End the span at `at_s` of time.monotonic (None: now), with `error` as its failure; a cancel
-        by the caller is marked as one and is no error. A second call does nothing."""
+        """End the span at `at_s` of time.monotonic (None: now), with `error` as its failure; a
+        cancel by the caller is marked as one and is no error. A second call does nothing."""
 
     @property
     def context(self) -> TraceContext | None:

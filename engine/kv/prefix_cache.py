@@ -107,9 +107,9 @@ class PrefixCache:
         return shared + self.take(num_new), len(shared)
 
     def take(self, num_blocks: int) -> tuple[int, ...]:
-        """Take `num_blocks` blocks out of the pool, with one reference each, for content that is not
-        cached. Blocks that the pool evicts for this lose their chain hashes. Raises: NoBlocks; no
-        block is taken then."""
+        """Take `num_blocks` blocks out of the pool, with one reference each, for content that is
+        not cached. Blocks that the pool evicts for this lose their chain hashes. Raises: NoBlocks;
+        no block is taken then."""
         taken = self.pool.take(num_blocks)
         for block_id in taken.evicted:
             del self._block_of[self._hash_of[block_id]]
