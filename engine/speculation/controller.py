@@ -68,8 +68,9 @@ _SIZE_BITS = 4
 eighth at most."""
 _COST_MEMORY = 32.0
 """Number of steps of a size that its average covers; guessed."""
-_KNOWN_STEPS = 4.0
-"""Number of steps of a size after which one of twice the usual seconds is an outlier; guessed."""
+_MOST_LONGER = 1.25
+"""Limit of a step's duration, as a multiple of the average of its size: one that was held up, taken
+for the cost of its rows, would leave drafts out for good; guessed."""
 _REACH = 4
 _REACH_ROWS = 16
 """Number of rows beyond a quarter to four times a step's rows within which other steps determine
@@ -228,8 +229,8 @@ class StepCost:
         """Record that a step of `num_rows` rows took `seconds`."""
         shift = max(0, num_rows.bit_length() - _SIZE_BITS)
         size = self._sizes.setdefault(num_rows >> shift << shift, _SizeAverage())
-        if size.weight >= _KNOWN_STEPS:  # the machine did something else, too
-            seconds = min(seconds, 2.0 * size.seconds)
+        if size.weight > 0.0:  # the machine did something else, too
+            seconds = min(seconds, _MOST_LONGER * size.seconds)
         if seconds < 0.5 * size.seconds:  # or did in the steps before, such as compiling
             size.weight = 0.0
         size.weight = min(size.weight + 1.0, _COST_MEMORY)

@@ -120,6 +120,15 @@ def test_a_line_through_what_steps_cost() -> None:
     assert (base_s, row_s) == (pytest.approx(0.01, rel=0.1), pytest.approx(0.002, rel=0.1))
 
 
+def test_a_step_that_is_held_up_is_not_taken_for_the_price_of_its_rows() -> None:
+    """Not even the second one of its size; drafts would be left out, and never measured again."""
+    cost = StepCost()
+    for num_rows in (16, 16, 16, 64):
+        cost.observe(num_rows, 0.006 + 0.0004 * num_rows)
+    cost.observe(64, 0.1)
+    assert cost.line(16)[1] < 0.0005
+
+
 def test_a_rows_price_is_that_of_steps_of_about_its_size() -> None:
     """A thousand rows cost less each, and what was seen once is not forgotten for what is always
     seen; one step that was held up is not believed."""
