@@ -747,8 +747,8 @@ NUM_STEPS = 40
 MAX_BATCH = 64
 SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
-"""Number of tokens of a sequence before its batch is measured: batches above four are tried after
-200 steps, and a server's load lasts longer."""
+"""Number of tokens of a sequence before its batch is measured: whether drafts pay is found out in
+some hundred steps, and a server's load lasts longer."""
 
 
 class GpuBench(Bench):

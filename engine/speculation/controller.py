@@ -7,36 +7,29 @@ the sum of the nodes' chances. It lasts `base_s + row_s * rows` (StepCost). So n
 the likeliest on while each raises tokens per second (`choose_nodes`). The proposer's own
 probabilities are corrected by the acceptance of such nodes before (AcceptanceRates).
 
-**Calls.** A proposer is called as long as its calls save more time than they cost, and otherwise
-for a small share of the time served, to measure it. The cost and yield of a call depend on the
-batch: each class of batch sizes has an account of its own (CallBudget). A call costs the proposer's
-seconds, those of this bookkeeping, and those by which its nodes made the step longer; it yields the
-time that its accepted tokens would have taken in plain steps, or a part of it (`TOKEN_VALUE`). The
-account is credited with the yield of calls and a share of each step's duration, and debited with
-the cost of calls; the next trial pays for bookkeeping of steps without a call. A proposer whose
-account is in debt is not called. Hence the law (test_controller.py): **time lost <= share * time
-served + a few steps' seconds, once + the loss of one trial**, in each class, whatever the costs
-are.
+**Calls.** For each proposer and each class of batch sizes there is a credit in seconds
+(CallBudget). A call adds the time that its accepted tokens would have taken in plain steps, or a
+part of it (`TOKEN_VALUE`), and subtracts the time by which it made the step longer than a plain
+one; each step adds a small share of its duration. A proposer is called as long as its credit is
+not negative, and again for a trial of a few calls when it has recovered. Hence the law
+(test_controller.py): **time lost <= share * time served + a few steps' seconds, once + the loss of
+one trial**, in each class, whatever the costs are.
 
-A trial is a few calls in a row, as the first call after a pause has to catch up. The first trial of
-a small batch begins at once and calls for all sequences, or for fewer if they are long, as there
-would be much to catch up; that of a larger batch begins later and calls for one sequence. If a call
-would pay with as many accepted tokens for every sequence of the batch, at the same cost of the
-proposer, the next trial calls for more sequences. If each sequence's tokens are worth less than its
-rows, the next one calls for fewer. A trial ends early if not even the best outcome would pay. It
-continues in debt while calls gain (the last one, or all after the first together) and the credit is
-not below that after its first call: a single loss, such as catching up, is paid by later gains.
+A trial is a few calls in a row, as the first call after a pause has to catch up. It continues in
+debt while the credit is above its lowest value in those calls: a single loss, such as catching up,
+is paid by later gains. In a large batch, or with long sequences, the first calls are for one
+sequence. A call is for four times as many when the tokens accepted so far would pay for the last
+call if each sequence of the batch had as many: what a wider call costs is not estimated from a
+narrow one, whose step differs from a plain one by more than its own rows, but measured. When calls
+stop and that is not so, the next ones are for a quarter.
 
 **Launched steps.** Where steps are launched ahead (engine/runner.py), a step with drafts is not,
-nor does it hide the next one's launch. That time (the overhead of launching) is charged to the
-drafts: the duration of a step without drafts is that of a launched one, and the first launch after
-drafts is charged the time by which it is longer. The overhead does not depend on the number of
-sequences; it is measured by a few plain steps of each size class that are not launched ahead, and
-does not count in the estimated cost of a call for more sequences.
+nor does it hide the next one's launch. The former is charged to the drafts, since a plain step is
+a launched one; the latter is not measured.
 
-**Sleep.** While all accounts are deep in debt, steps are slept through (`is_asleep`): only their
-durations are recorded, so that the bookkeeping costs next to nothing. Sleep ends some steps before
-a proposer can be called, and those steps are measured. Each size class sleeps by itself.
+**Sleep.** While no proposer of a class can be called for a while, its steps are slept through
+(`is_asleep`): only their durations are recorded, so that the bookkeeping costs next to nothing.
+Sleep ends some steps before a proposer can be called, and those steps are measured.
 
 Results of a step are learnt while the device computes the next one (`update_rates`), so that the
 device does not wait: a tree is calibrated by the results of all steps but the one right before it,
@@ -66,7 +59,7 @@ _Task = TypeVar("_Task")
 _NUM_BINS = 16
 _PRIOR = 8.0
 """Weight of the proposer's own probability, in observations; guessed."""
-_RATE_MEMORY = 400.0
+_RATE_MEMORY = 100.0
 """Number of observations of a bin after which older ones count for little; guessed."""
 
 # ---- step costs
@@ -75,12 +68,16 @@ _SIZE_BITS = 4
 eighth at most."""
 _COST_MEMORY = 32.0
 """Number of steps of a size that its average covers; guessed."""
-_KNOWN_STEPS = 4.0
-"""Number of steps of a size after which one of twice the usual seconds is an outlier; guessed."""
+_MOST_LONGER = 1.25
+"""Limit of a step's duration, as a multiple of the average of its size: one that was held up, taken
+for the cost of its rows, would leave drafts out for good; guessed."""
 _REACH = 4
 _REACH_ROWS = 16
 """Number of rows beyond a quarter to four times a step's rows within which other steps determine
 the cost of a row; guessed."""
+_ROWS_SHARE = 0.1
+"""Cost of a row before the first drafts, as a share of a token's cost without drafts; draft tokens
+less likely than that are left out; guessed."""
 
 # ---- plain steps
 _NUM_NEWEST = 8
@@ -88,69 +85,43 @@ _NUM_NEWEST = 8
 newest ones whose median is a step's duration. Few plain steps come between drafts, so that an
 average of more would be out of date; the shortest one would make steps with drafts seem more
 expensive than they are."""
-_NUM_OVERHEAD_STEPS = 3
-"""Number of plain steps of a size class that are not launched ahead, for comparison, before the
-first call of a proposer; the shortest of them counts; guessed."""
-OUTLIER = 4.0
-"""Limit of a measured duration, as a multiple of the usual one: a step with drafts, or the first
-launched one after it, that lasts longer was delayed by something else, and is counted with this
-limit; guessed."""
+_MAX_DRAFTED, _MAX_DRAFTED_LAUNCHED = 32, 128
+"""Number of consecutive steps with drafts after which a plain one is measured, in general and where
+plain steps are launched ahead, as one then delays the steps around it; guessed."""
+_OUTLIER = 4.0
+"""Limit of a measured duration, as a multiple of the usual one: a step with drafts that lasts
+longer was delayed by something else, and is counted with this limit; guessed."""
 
 # ---- budgets
 PROBE_SHARE = 0.005
-"""Share of the serving time that trial calls may cost, all proposers together."""
+"""Share of the serving time that calls without gain may cost, all proposers together."""
 TRIAL = 3
 """Number of consecutive calls of a trial; guessed."""
-_LEAST_TRIAL = 2
-"""Number of calls of a trial in which even the best outcome would not pay: the first call may
-include catching up."""
-_NOISE = 0.1
-"""Share of a step's duration that is taken as noise between two steps of the same rows. The noise
-is shared by the sequences of a call and scaled to the whole batch: with a call for one of 32, a
-tenth of a step counts as three steps. The best outcome is computed without it."""
 FEW = 4
-"""Largest size of a small batch, whose first trial begins at once and calls for all sequences: a
-call for a few costs little more than one for a single sequence (on a CPU, bundled pair: 9 ms for
-1, 13 for 2, 14 for 4). The first trial of a larger batch calls for one sequence."""
+"""Largest size of a small batch, whose first calls are for all sequences: a call for a few costs
+little more than one for a single sequence (on a CPU, bundled pair: 9 ms for 1, 13 for 2, 14 for 4).
+The first calls of a larger batch are for one sequence."""
+_CATCH_UP = 512
+"""Largest number of tokens, together, of several sequences in a first call: a proposer may have to
+compute all of them; guessed."""
 TOKEN_VALUE = 0.9
 """Value of an accepted token, as a part of its share of a plain step, in a batch of several
 sequences: a sequence that is ahead waits for the slowest one. Measured as the ratio of the steps
 that an average sequence needed to those of the batch: 1.0 with 2 to 8 sequences, 0.92 with 16
 and 32, of 96 tokens each."""
 _GROWTH = 4
-"""Factor by which the number of sequences of a call grows when a trial with few of them promises
-gain; guessed."""
-_CALL_MEMORY = 16
-"""Number of calls that an average covers; guessed."""
-GRANT_STEPS = 1.0
-"""Initial credit of a small batch's account, in durations of a step, since the first calls may
-yield nothing by chance; guessed."""
-_DEBT_STEPS = 1.0
-"""Initial debt of a larger batch's account, in durations of a step: the time to serve before its
-first trial is the debt divided by the account's share; guessed."""
+"""Factor by which the number of sequences of a call grows and shrinks; guessed."""
+GRANT_STEPS = 3.0
+"""Initial credit, in durations of a step, since the first calls may yield nothing by chance;
+guessed."""
 _AGAIN_STEPS = 0.5
-"""Credit, in durations of a step, at which a proposer that was in debt is called again: after a
-long pause a few calls in a row are possible, and during the pause nothing is measured
-(`is_asleep`); guessed."""
-_OWED_STEPS = 32
-"""Largest number of steps whose bookkeeping a trial pays for: those right before it, where the
-others are slept through. An account that paid for more might never be called again."""
+"""Credit, in durations of a step, at which a proposer that was in debt is called again: during the
+pause nothing is measured (`is_asleep`); guessed."""
 _BANK_STEPS = 16.0
 """Largest credit, in durations of a step: earlier gain pays for later losses; guessed."""
-_CLEAR = 0.2
-"""Share of a step's duration above which a call's gain is clear; guessed."""
-
-# ---- the controller
-_MOST, _MOST_CLEAR, _MOST_CLEAR_LAUNCHED = 8, 32, 128
-"""Number of consecutive steps with drafts after which a plain one is measured: in general, where
-drafts clearly pay, and where they clearly pay and plain steps are launched ahead, as one then
-delays the steps around it; guessed."""
-_CATCH_UP = 512
-"""Largest number of tokens, together, of several sequences in a first trial: a proposer may have to
-compute all of them; guessed."""
-_ROWS_SHARE = 0.1
-"""Cost of a row before the first drafts, as a share of a token's cost without drafts; draft tokens
-less likely than that are left out; guessed."""
+_OWED_STEPS = 32
+"""Largest number of steps whose bookkeeping a trial pays for: those right before it, where the
+others are slept through. A budget that paid for more might never allow a call again."""
 _AWAKE_STEPS = 24
 """Number of steps before the next possible call that are not slept through: three times
 _NUM_NEWEST. The trial pays for their bookkeeping (on a CPU, bundled pair: 0.1 ms of a step of 5
@@ -258,8 +229,10 @@ class StepCost:
         """Record that a step of `num_rows` rows took `seconds`."""
         shift = max(0, num_rows.bit_length() - _SIZE_BITS)
         size = self._sizes.setdefault(num_rows >> shift << shift, _SizeAverage())
-        if size.weight >= _KNOWN_STEPS:  # the machine did something else, too
-            seconds = min(seconds, 2.0 * size.seconds)
+        if size.weight > 0.0:  # the machine did something else, too
+            seconds = min(seconds, _MOST_LONGER * size.seconds)
+        if seconds < 0.5 * size.seconds:  # or did in the steps before, such as compiling
+            size.weight = 0.0
         size.weight = min(size.weight + 1.0, _COST_MEMORY)
         size.num_rows += (num_rows - size.num_rows) / size.weight
         size.seconds += (seconds - size.seconds) / size.weight
@@ -307,18 +280,11 @@ class StepEstimate(NamedTuple):
     """Number of sequences that sample a token in the step."""
     num_rows: int
     """Number of tokens of the step, those of prompts included; at least `num_sequences`."""
-    base_s: float
+    plain_s: float
+    """Duration in seconds without prompt tokens, launched ahead if such steps are."""
+    step_s: float
+    """Duration in seconds without prompt tokens, not launched ahead; at least `plain_s`."""
     row_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The duration of the step in seconds."""
-        return self.base_s + self.row_s * self.num_rows
-
-    @property
-    def plain_s(self) -> float:
-        """The duration in seconds that the step would have without prompt tokens."""
-        return self.base_s + self.row_s * self.num_sequences
 
     @property
     def token_s(self) -> float:
@@ -348,7 +314,7 @@ def choose_nodes(
         reverse=True,
     )
     num_tokens = float(load.num_sequences)
-    seconds = load.plain_s  # prompts take theirs in any case
+    seconds = load.step_s
     row_s = load.row_s
     counts = [0] * len(trees)
     for chance, negative in nodes[: max(max_num_nodes, 0)]:
@@ -362,7 +328,7 @@ def choose_nodes(
 
 
 class PlainStepTimes:
-    """Durations in seconds of steps without drafts and prompts, launched ahead of time and not, by
+    """Durations in seconds of steps without drafts and prompts, launched ahead of time or not, by
     the number of sequences. The newest steps of about the same size predict the next one.
 
     Args: measures_again: whether launched steps are measured among drafts (SpeculationController).
@@ -371,8 +337,6 @@ class PlainStepTimes:
     def __init__(self, *, measures_again: bool = True) -> None:
         self._by_size: dict[tuple[int, bool], _StepTimes] = {}
         self._is_launched: dict[int, bool] = {}
-        self._overheads: dict[int, _LaunchOverhead] = {}
-        """The overhead of not launching a step ahead, by size class."""
         self._measures_again = measures_again
 
     def observe(self, num_sequences: int, seconds: float, *, is_launched: bool = False) -> None:
@@ -386,20 +350,21 @@ class PlainStepTimes:
         share = max(1.0 / one.num_seen, 1.0 / _NUM_NEWEST)
         one.num_sequences += (num_sequences - one.num_sequences) * share
 
-    def is_known(self, num_sequences: int, most: int) -> bool:
-        """Whether enough steps of about this size were measured, the newest at most `most` steps
-        with drafts ago."""
+    def is_known(self, num_sequences: int) -> bool:
+        """Whether enough steps of about this size were measured, and not too many steps with drafts
+        came after the newest, so that the next step need not be plain."""
         one = self._newest(num_sequences)
         if one is None or one.num_seen < _NUM_NEWEST:
             return False
-        is_launched = self._is_launched[size_place(num_sequences)]
-        return one.num_drafted < most or (is_launched and not self._measures_again)
+        if not self.is_launched(num_sequences):
+            return one.num_drafted < _MAX_DRAFTED
+        return one.num_drafted < _MAX_DRAFTED_LAUNCHED or not self._measures_again
 
-    def seconds(self, num_sequences: int, row_s: float, most: int) -> float | None:
+    def seconds(self, num_sequences: int, row_s: float) -> float | None:
         """Return the duration of a plain step of this size; None if it is not known, so that this
         step should be plain."""
         one = self._newest(num_sequences)
-        if one is None or not self.is_known(num_sequences, most):
+        if one is None or not self.is_known(num_sequences):
             return None
         return max(one.seconds + row_s * (num_sequences - one.num_sequences), 0.0)
 
@@ -412,41 +377,6 @@ class PlainStepTimes:
         one = self._newest(num_sequences)
         if one is not None:
             one.num_drafted += 1
-
-    def wants_overhead(self, num_sequences: int) -> bool:
-        """Whether steps of this size are launched ahead and too few that were not are measured to
-        know the overhead."""
-        is_launched = self.is_launched(num_sequences)
-        return is_launched and self._overhead(num_sequences).num_seen < _NUM_OVERHEAD_STEPS
-
-    def on_overhead(self, num_sequences: int, seconds: float) -> None:
-        """Record the duration of a plain step that could have been launched ahead of time and was
-        not."""
-        one = self._overhead(num_sequences)
-        one.num_seen += 1
-        one.seconds = min(one.seconds, self.longer_s(num_sequences, seconds))
-
-    def overhead_s(self, num_sequences: int) -> float | None:
-        """Return the seconds by which a step that is not launched ahead of time is longer; None if
-        such steps are never launched ahead, or if it is not known."""
-        one = self._overhead(num_sequences)
-        return one.seconds if self.is_launched(num_sequences) and one.num_seen else None
-
-    def _overhead(self, num_sequences: int) -> _LaunchOverhead:
-        return self._overheads.setdefault(num_sequences.bit_length(), _LaunchOverhead())
-
-    def longer_s(self, num_sequences: int, seconds: float) -> float:
-        """Return the seconds by which a launched step was longer than others of its size; 0.0 if
-        none is known."""
-        one = self._by_size.get((size_place(num_sequences), True))
-        if one is None:
-            return 0.0
-        return max(min(seconds, OUTLIER * one.seconds) - one.seconds, 0.0)
-
-    def shorter_s(self, num_sequences: int, seconds: float) -> float:
-        """Return the seconds by which a launched step was shorter than others of its size."""
-        one = self._by_size.get((size_place(num_sequences), True))
-        return 0.0 if one is None else max(one.seconds - seconds, 0.0)
 
     def _newest(self, num_sequences: int) -> _StepTimes | None:
         place = size_place(num_sequences)
@@ -465,12 +395,6 @@ class _StepTimes:
     def seconds(self) -> float:
         """Return the median duration in seconds."""
         return statistics.median_low(self.newest_s)
-
-
-@dataclass(slots=True)
-class _LaunchOverhead:
-    num_seen: int = 0
-    seconds: float = float("inf")
 
 
 def size_place(num_rows: int) -> int:
@@ -493,222 +417,113 @@ class ProposerCall(NamedTuple):
     """Number of sequences of the call; at least 1."""
     num_accepted: int
     """Number of accepted tokens that the proposer had proposed and the step computed."""
-    num_nodes: int
-    """Number of nodes that the step computed, those of other proposers included; at least
-    `num_accepted`."""
-    own_s: float
-    """Seconds of the proposer's call and of the work on its drafts, without computing them in the
-    step."""
-    rows_s: float
-    """Seconds by which the nodes made the step longer."""
-    overhead_s: float = 0.0
-    """Seconds by which the step was longer because it was not launched ahead of time."""
-    is_example: bool = True
-    """Whether later calls may take as long; False for the first step of its kind."""
+    cost_s: float
+    """Seconds by which the call and its nodes made the step longer than a plain one."""
 
 
 class CallBudget:
-    """Decides whether one proposer is called, and for how many sequences, with an account for each
-    class of batch sizes.
+    """Decides whether one proposer is called in batches of one size class, and for how many
+    sequences.
 
-    Args: share: share of the serving time that trial calls may cost.
+    Args:
+        share: share of the serving time that calls without gain may cost.
+        credit_s: initial credit in seconds.
+        width: number of sequences of the first calls.
     """
 
-    def __init__(self, share: float = PROBE_SHARE) -> None:
+    def __init__(self, share: float, credit_s: float, width: int) -> None:
+        self.credit_s = credit_s
+        self.width = width
+        self.num_trials = 0
         self._share = share
-        self._accounts: dict[int, _Account] = {}
+        self._most_s = credit_s
+        self._least_s = 0.0
+        """Credit in seconds that the next trial needs."""
+        self._owed_s = 0.0
+        """Seconds of bookkeeping that no trial has paid for."""
+        self._num_left = 0
+        """Number of calls that are still to come before it is judged whether they go on."""
+        self._lowest_s = 0.0
+        """Lowest credit in seconds after a call that was not judged."""
+        self._num_tasks = self._num_accepted = 0
+        """Sequences and accepted tokens of the calls of this width in this trial."""
 
-    def may_call(self, num_sequences: int) -> bool:
-        """Whether a call is possible in a step of this size."""
-        one = self._accounts.get(size_class(num_sequences))
-        return one is None or one.num_left > 0 or one.credit_s >= one.least_s
-
-    def blocked_s(self, num_sequences: int) -> float:
-        """Return the seconds to be served before the next call; 0.0 if it is possible now."""
-        one = self._accounts.get(size_class(num_sequences))
-        if one is None or one.num_left > 0 or one.credit_s >= one.least_s:
+    @property
+    def blocked_s(self) -> float:
+        """Seconds to be served before the next call; 0.0 if it is possible now."""
+        if self._num_left > 0 or self.credit_s >= self._least_s:
             return 0.0
-        missing_s = one.least_s - one.credit_s
+        missing_s = self._least_s - self.credit_s
         return missing_s / self._share if self._share > 0.0 else float("inf")
 
-    def clearly_pays(self, num_sequences: int) -> bool:
-        """Whether calls pay without doubt."""
-        one = self._accounts.get(size_class(num_sequences))
-        return one is not None and one.is_clear
-
-    def open(self, load: StepEstimate) -> None:
-        """Open the account of a batch of this size, if it has none and is not a small one. No call
-        is possible before it has served its initial debt."""
-        if load.num_sequences > FEW:
-            self._account(load)
-
-    def take_call(self, load: StepEstimate, first: int = FEW) -> int:
+    def take_call(self) -> int:
         """Return the number of sequences to call the proposer for in this step, and count the call;
-        0: no call.
-
-        Args: first: largest number of sequences in the first trial.
-        """
-        one = self._account(load, first)
-        if one.num_left == 0:
-            if one.credit_s < one.least_s:
+        0: no call."""
+        if self._num_left == 0:
+            if self.credit_s < self._least_s:
                 return 0
-            one.least_s = 0.0
-            one.credit_s -= one.owed_s
-            one.owed_s = 0.0
-            one.num_owed = 0
-            one.num_left = TRIAL
-            one.num_trials += 1
-            one.most_nodes = 0
-            one.own_s = float("inf")
-            one.later_s = 0.0
-            one.floor_s = None
-        one.num_left -= 1
-        return min(one.width, load.num_sequences)
+            self.credit_s -= self._owed_s
+            self._least_s = self._owed_s = 0.0
+            self.num_trials += 1
+            self._num_left, self._lowest_s = TRIAL, float("inf")
+            self._num_tasks = self._num_accepted = 0
+        self._num_left -= 1
+        return self.width
 
-    def return_call(self, load: StepEstimate) -> None:
+    def return_call(self) -> None:
         """Undo the last `take_call`, whose step is computed again or was cancelled: no `on_call`
         follows."""
-        self._account(load).num_left += 1
+        self._num_left += 1
 
-    def num_trials(self, num_sequences: int) -> int:
-        """Return the number of trials so far with about this many sequences."""
-        one = self._accounts.get(size_class(num_sequences))
-        return 0 if one is None else one.num_trials
-
-    def on_served(self, num_sequences: int, seconds: float) -> None:
+    def on_served(self, seconds: float) -> None:
         """Credit the duration of a step, drafts included."""
-        one = self._accounts.get(size_class(num_sequences))
-        if one is not None:
-            one.credit_s = min(one.credit_s + self._share * seconds, one.most_s)
+        self.credit_s = min(self.credit_s + self._share * seconds, self._most_s)
 
-    def charge(self, num_sequences: int, seconds: float) -> None:
-        """Charge a loss in seconds that is in no ProposerCall."""
-        one = self._accounts.get(size_class(num_sequences))
-        if one is not None:
-            one.credit_s -= seconds
-            one.later_s -= seconds
-
-    def owe(self, num_sequences: int, seconds: float) -> None:
-        """Add the seconds of bookkeeping that decide about calls; the next trial pays for them.
+    def owe(self, seconds: float) -> None:
+        """Add the seconds of bookkeeping of a step without a call; the next trial pays for them.
         Charging them at once would postpone a due call with each step."""
-        one = self._accounts.get(size_class(num_sequences))
-        if one is not None and one.num_owed < _OWED_STEPS:
-            one.num_owed += 1
-            one.owed_s += seconds
+        self._owed_s = min(self._owed_s + seconds, _OWED_STEPS * seconds)
 
     def on_call(self, load: StepEstimate, call: ProposerCall) -> None:
-        """Record the result of a call in this step."""
-        one = self._account(load)
-        gain_s = call.num_accepted * load.token_s - call.own_s - call.rows_s - call.overhead_s
-        if one.num_left < TRIAL - 1:
-            one.later_s += gain_s
-        one.most_s = _BANK_STEPS * load.plain_s
-        one.credit_s = min(one.credit_s + gain_s, one.most_s)
-        one.num_calls += 1
-        share = max(1.0 / one.num_calls, 1.0 / _CALL_MEMORY)
-        one.accepted += (call.num_accepted / call.num_tasks - one.accepted) * share
-        one.gain_s += (gain_s - one.gain_s) * share
-        one.is_clear = one.gain_s > _CLEAR * load.plain_s
-        if call.is_example or one.num_examples == 0:
-            one.num_examples += call.is_example
-            rows_share = max(1.0 / max(one.num_examples, 1), 1.0 / _CALL_MEMORY)
-            one.rows_s += (call.rows_s / call.num_tasks - one.rows_s) * rows_share
-        one.own_s = min(one.own_s, call.own_s)
-        one.most_nodes = max(one.most_nodes, -(-call.num_nodes // call.num_tasks))
-        if call.is_example and 0 < one.num_left <= TRIAL - _LEAST_TRIAL and one.most_nodes > 0:
-            noise_s = _NOISE * load.plain_s / call.num_tasks * load.num_sequences
-            noise_s = min(noise_s, one.rows_s * load.num_sequences)
-            best_s = one.promised_s(load, one.most_nodes) - call.overhead_s
-            if best_s + noise_s <= 0.0:
-                one.num_left = 0
-        if one.num_left == 0:
-            self._end_trial(one, load, call, gain_s)
-
-    def _end_trial(
-        self, one: _Account, load: StepEstimate, call: ProposerCall, gain_s: float
-    ) -> None:
-        """Choose the number of sequences of later calls, or continue the trial."""
-        if one.promised_s(load, one.accepted) > call.overhead_s:
-            one.width = min(one.width * _GROWTH, 1 << size_class(load.num_sequences))
-        elif one.accepted * load.token_s <= one.rows_s:
-            # The more sequences, the more is lost.
-            one.width = max(one.width // _GROWTH, 1)
-        # What it lost once, as by catching up, is paid by those calls that gain; of several, since
-        # by chance one of them yields nothing where calls pay. Not where the debt grows all the
-        # same, by what no call tells.
-        if one.floor_s is None:
-            one.floor_s = min(one.credit_s, one.credit_s - one.later_s)
-        pays = (gain_s > 0.0 or one.later_s > 0.0) and one.credit_s >= one.floor_s
-        if one.credit_s < 0.0 and pays:
-            one.num_left = 1
-        elif one.credit_s < 0.0:
-            one.least_s = _AGAIN_STEPS * load.plain_s
-
-    def _account(self, load: StepEstimate, first: int = FEW) -> _Account:
-        place = size_class(load.num_sequences)
-        if place not in self._accounts:
-            size, most_s = 1 << place, GRANT_STEPS * load.plain_s
-            if size <= FEW:
-                one = _Account(most_s, most_s, min(first, size))
-            else:
-                one = _Account(-_DEBT_STEPS * load.plain_s, most_s, 1)
-            self._accounts[place] = one
-        return self._accounts[place]
+        """Record the result of a call in this step, and decide whether the next ones follow."""
+        self._most_s = _BANK_STEPS * load.plain_s
+        gain_s = call.num_accepted * load.token_s - call.cost_s
+        self.credit_s = min(self.credit_s + gain_s, self._most_s)
+        self._num_tasks += call.num_tasks
+        self._num_accepted += call.num_accepted
+        accepted = self._num_accepted / self._num_tasks * load.num_sequences
+        is_promising = accepted * load.token_s > call.cost_s
+        if is_promising and self.width < load.num_sequences:
+            self.width = min(self.width * _GROWTH, 1 << size_class(load.num_sequences))
+        if self._num_left > 0:
+            self._lowest_s = min(self._lowest_s, self.credit_s)
+        elif self.credit_s >= 0.0 or self.credit_s > self._lowest_s:
+            self._num_left = 1
+        else:
+            self._least_s = _AGAIN_STEPS * load.plain_s
+            if not is_promising:
+                self.width = max(self.width // _GROWTH, 1)
 
 
 @dataclass(slots=True)
-class _Account:
-    """Credit and averages of one class of batch sizes. The trial is the present or the last one."""
+class _SizeClass:
+    """A class of batch sizes."""
 
-    credit_s: float
-    most_s: float
-    """Largest credit in seconds."""
-    width: int
-    """Number of sequences of a call."""
-    least_s: float = 0.0
-    """Credit in seconds that the next trial needs."""
-    owed_s: float = 0.0
-    """Seconds of bookkeeping that no trial has paid for."""
-    num_owed: int = 0
-    """Number of steps of that bookkeeping."""
-    num_left: int = 0
-    """Number of calls of the trial that are still to come."""
-    num_trials: int = 0
-    num_calls: int = 0
-    num_examples: int = 0
-    """Number of calls that `rows_s` is an average of."""
-    own_s: float = 0.0
-    """Smallest cost in seconds of a call of the trial."""
-    later_s: float = 0.0
-    """Gain in seconds of the trial's calls after the first."""
-    floor_s: float | None = None
-    """Credit in seconds below which the trial ends: the credit after its first call, or the smaller
-    one at its scheduled end. None: that end is not reached."""
-    most_nodes: int = 0
-    """Largest number of computed nodes per sequence in a call of the trial."""
-    accepted: float = 0.0
-    """Average number of accepted tokens per sequence of a call."""
-    rows_s: float = 0.0
-    """Average seconds of rows per sequence of a call."""
-    gain_s: float = 0.0
-    """Average gain in seconds of a call."""
-    is_clear: bool = False
+    budgets: list[CallBudget]
+    """By proposer."""
+    sleep_s: float = 0.0
+    """Seconds to be served until its sleep ends; not positive: it is awake."""
 
-    def promised_s(self, load: StepEstimate, num_accepted: float) -> float:
-        """Return the gain in seconds of a call for the whole batch, if each of its sequences had
-        `num_accepted` tokens, costs per sequence stayed, and the proposer's call cost no more."""
-        each_s = num_accepted * load.token_s - self.rows_s
-        return each_s * load.num_sequences - self.own_s
+    @property
+    def blocked_s(self) -> float:
+        """Seconds to be served before the next call of some proposer."""
+        return min(budget.blocked_s for budget in self.budgets)
 
-
-@dataclass(slots=True)
-class _Sleep:
-    """The state of one class of batch sizes while its steps are slept through."""
-
-    end_s: float
-    """Seconds to be served until the sleep ends."""
-    served_s: float = 0.0
-    """Seconds served so far, which are not credited to any account yet."""
+    def on_served(self, seconds: float) -> None:
+        """Credit the duration of a step."""
+        self.sleep_s -= seconds
+        for budget in self.budgets:
+            budget.on_served(seconds)
 
 
 class _ProposedTree(NamedTuple):
@@ -752,25 +567,17 @@ class SpeculationController:
         self, num_proposers: int, *, always: bool = False, measures_again: bool = True
     ) -> None:
         self._always = always
-        self._budgets = [CallBudget(PROBE_SHARE / num_proposers) for _ in range(num_proposers)]
+        self._num_proposers = num_proposers
+        self._classes: dict[int, _SizeClass] = {}
+        """Those for which a call was possible, by `size_class`."""
         self._step_times = PlainStepTimes(measures_again=measures_again)
         self._cost = StepCost()
-        self.load = StepEstimate(1, 1, 1.0, 0.0)
+        """Of steps that are not launched ahead."""
+        self.load = StepEstimate(1, 1, 1.0, 1.0, 0.0)
         self._num_sequences = self._num_rows = 0
-        self._seen_sizes: set[int] = set()
-        """Size bins of the steps with drafts so far."""
         self._widths: dict[int, int] = {}
         """Number of sequences to call for, by proposer."""
         self._num_tasks: dict[int, int] = {}
-        self._is_measuring_overhead = False
-        """Whether the step that is being computed is a plain one that was not launched ahead, to
-        measure the overhead."""
-        self._was_not_launched = False
-        """Whether the newest step was not launched ahead because of drafts."""
-        self._saved_s = 0.0
-        """Seconds by which the last launched step of a series was shorter than others."""
-        self._sleeps: dict[int, _Sleep] = {}
-        """The sleeping size classes."""
         self._rates = [AcceptanceRates() for _ in range(num_proposers)]
         self._proposed: list[_ProposedTree] = []
         """The proposers' trees for the step that is being computed."""
@@ -783,22 +590,21 @@ class SpeculationController:
         """Whether no call is possible in a step of `num_sequences` sampling sequences, nor in the
         next ones. For such a step `on_slept_step` is called instead of `begin_step` and
         `on_step`."""
-        one = self._sleeps.get(size_class(num_sequences)) if num_sequences else None
-        return one is not None and one.served_s < one.end_s
+        one = self._class(num_sequences)
+        return one is not None and one.sleep_s > 0.0
 
     def on_slept_step(self, num_sequences: int, seconds: float) -> None:
         """Record the duration of a step for which `is_asleep` was true."""
-        self._sleeps[size_class(num_sequences)].served_s += seconds
+        self._classes[size_class(num_sequences)].on_served(seconds)
 
     def is_idle(self, num_sequences: int) -> bool:
         """Whether no proposer would be called in a step of `num_sequences` sampling sequences, and
         nothing would be measured that a launched step does not show. Changes nothing."""
         if self._always:
             return False
-        able = self._able(num_sequences)
-        most = self._most_drafted(able, num_sequences)
-        is_known = self._step_times.is_known(num_sequences, most)
-        return num_sequences == 0 or not able or not is_known
+        one = self._class(num_sequences)
+        is_blocked = num_sequences == 0 or (one is not None and one.blocked_s > 0.0)
+        return is_blocked or not self._step_times.is_known(num_sequences)
 
     def begin_step(
         self, num_sequences: int, num_rows: int, num_tokens: int = 0, *, can_draft: bool = True
@@ -813,41 +619,38 @@ class SpeculationController:
         """
         if self._always:
             return num_sequences > 0
-        self._wake(num_sequences)
         self._widths.clear()
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
-        self._is_measuring_overhead = False
-        if num_sequences == 0:
-            return False
-        able = self._able(num_sequences)
-        if not able:
+        one = self._class(num_sequences)
+        if num_sequences == 0 or (one is not None and one.blocked_s > 0.0):
             return False
         base_s, row_s = self._cost.line(num_sequences)
-        most = self._most_drafted(able, num_sequences)
-        plain_s = self._step_times.seconds(num_sequences, row_s, most)
-        if plain_s is not None and num_rows == num_sequences:
-            if not self._cost.knows_rows(num_sequences):
-                row_s = max(row_s, _ROWS_SHARE * plain_s / num_sequences)
-            base_s = max(plain_s - row_s * num_rows, 0.0)
-        self.load = StepEstimate(num_sequences, num_rows, base_s, row_s)
+        plain_s = self._step_times.seconds(num_sequences, row_s)
         # What rows cost is learnt without prompts, and what it costs beside them is not measured.
-        may_draft = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
-        if plain_s is not None and may_draft and can_draft:
-            if self._step_times.wants_overhead(num_sequences):
-                self._is_measuring_overhead = num_rows == num_sequences
-                return False
+        knows_rows = self._cost.knows_rows(num_sequences)
+        may_draft = num_rows == num_sequences or knows_rows
+        if plain_s is None or not may_draft or not can_draft:
+            return False
+        step_s = plain_s
+        if not knows_rows:
+            row_s = max(row_s, _ROWS_SHARE * plain_s / num_sequences)
+        elif self._step_times.is_launched(num_sequences):
+            step_s = max(plain_s, base_s + row_s * num_sequences)
+        self.load = StepEstimate(num_sequences, num_rows, plain_s, step_s, row_s)
+        if one is None:
             first = max(1, _CATCH_UP * num_sequences // max(num_tokens, 1))
-            for proposer, budget in enumerate(self._budgets):
-                width = budget.take_call(self.load, first)
-                if width > 0:
-                    self._widths[proposer] = width
+            one = self._open(self.load, first)
+        for proposer, budget in enumerate(one.budgets):
+            width = budget.take_call()
+            if width > 0:
+                self._widths[proposer] = min(width, num_sequences)
         return bool(self._widths)
 
     def cancel_step(self) -> None:
         """Undo `begin_step` for a step that failed or is computed again."""
         for proposer in self._widths:
-            self._budgets[proposer].return_call(self.load)
+            self._classes[size_class(self._num_sequences)].budgets[proposer].return_call()
         self._widths.clear()
 
     def select_sequences(self, sequences: Sequence[_Task]) -> Sequence[_Task]:
@@ -858,7 +661,8 @@ class SpeculationController:
         if width >= len(sequences):
             return sequences
         proposer = max(self._widths, key=self._widths.__getitem__)
-        first = self._budgets[proposer].num_trials(self._num_sequences) % len(sequences)
+        budget = self._classes[size_class(self._num_sequences)].budgets[proposer]
+        first = budget.num_trials % len(sequences)
         return [sequences[(first + place) % len(sequences)] for place in range(width)]
 
     def select_tasks(self, proposer: int, tasks: Sequence[_Task]) -> Sequence[_Task]:
@@ -869,29 +673,20 @@ class SpeculationController:
         self._num_tasks[proposer] = width
         return tasks[:width]
 
-    def _able(self, num_sequences: int) -> list[CallBudget]:
-        return [budget for budget in self._budgets if budget.may_call(num_sequences)]
+    def _class(self, num_sequences: int) -> _SizeClass | None:
+        return self._classes.get(size_class(num_sequences)) if num_sequences else None
 
-    def _most_drafted(self, able: Sequence[CallBudget], num_sequences: int) -> int:
-        if not all(one.clearly_pays(num_sequences) for one in able):
-            return _MOST
-        is_launched = self._step_times.is_launched(num_sequences)
-        return _MOST_CLEAR_LAUNCHED if is_launched else _MOST_CLEAR
+    def _open(self, load: StepEstimate, first: int) -> _SizeClass:
+        """Open the budgets of a size class.
 
-    def _wake(self, num_sequences: int) -> None:
-        one = self._sleeps.pop(size_class(num_sequences), None) if num_sequences else None
-        if one is not None:
-            for budget in self._budgets:
-                budget.on_served(num_sequences, one.served_s)
-
-    def _fall_asleep(self, step_s: float) -> None:
-        """Start a sleep if the time until a call is possible is long enough, given the duration of
-        a step."""
-        num_sequences = self._num_sequences
-        end_s = min(budget.blocked_s(num_sequences) for budget in self._budgets)
-        end_s -= _AWAKE_STEPS * step_s
-        if end_s > 0.0:
-            self._sleeps[size_class(num_sequences)] = _Sleep(end_s)
+        Args: first: largest number of sequences of the first calls of a small batch.
+        """
+        place = size_class(load.num_sequences)
+        width = min(first, 1 << place) if load.num_sequences <= FEW else 1
+        share, credit_s = PROBE_SHARE / self._num_proposers, GRANT_STEPS * load.plain_s
+        budgets = [CallBudget(share, credit_s, width) for _ in range(self._num_proposers)]
+        self._classes[place] = one = _SizeClass(budgets)
+        return one
 
     # ---- what a step cost
 
@@ -907,33 +702,11 @@ class SpeculationController:
         """
         if self._always:
             return
-        self._wake(num_sequences)
-        was_not_launched, self._was_not_launched = self._was_not_launched, False
-        for budget in self._budgets:
-            budget.on_served(num_sequences, seconds)
-        if is_last:
-            self._saved_s = self._step_times.shorter_s(num_sequences, seconds)
-        elif not is_first:
+        one = self._class(num_sequences)
+        if one is not None:
+            one.on_served(seconds)
+        if not is_first and not is_last:
             self._step_times.observe(num_sequences, seconds, is_launched=True)
-            self._open_accounts(num_sequences)
-            overhead_s = self._step_times.overhead_s(num_sequences)
-            if overhead_s is not None:
-                self._cost.observe(num_sequences, seconds + overhead_s)
-        if is_first and was_not_launched:
-            longer_s = self._step_times.longer_s(num_sequences, seconds) - self._saved_s
-            longer_s = max(longer_s, 0.0)
-            self._saved_s = 0.0
-            for budget in self._budgets:
-                budget.charge(num_sequences, longer_s / len(self._budgets))
-
-    def _open_accounts(self, num_sequences: int) -> None:
-        """Open accounts that begin in debt as soon as the duration of a launched step is known;
-        else steps would be measured without launching them ahead long before any call."""
-        if num_sequences > FEW and self._able(num_sequences):
-            plain_s = self._step_times.seconds(num_sequences, 0.0, 1)
-            if plain_s is not None:
-                for budget in self._budgets:
-                    budget.open(StepEstimate(num_sequences, num_sequences, plain_s, 0.0))
 
     def on_step(
         self,
@@ -956,67 +729,37 @@ class SpeculationController:
         num_sequences = self._num_sequences
         if num_sequences == 0 or self._always:
             return
-        for budget in self._budgets:
-            budget.on_served(num_sequences, seconds)
+        one = self._class(num_sequences)
+        if one is not None:
+            one.on_served(seconds)
         is_whole = self._num_rows == num_sequences  # nothing but decodes
         seconds -= beside_s
-        if not own_s:
-            self._on_plain_step(num_rows, seconds, beside_s, is_whole=is_whole)
+        if not own_s or one is None:
+            if is_whole:
+                self._cost.observe(num_rows, seconds)
+                self._step_times.observe(num_sequences, seconds)
+            if one is not None:
+                for budget in one.budgets:
+                    budget.owe(beside_s / len(one.budgets))
+                if is_whole:
+                    one.sleep_s = one.blocked_s - _AWAKE_STEPS * seconds
             return
         load = self.load
         step_s = seconds - sum(own_s.values())
-        longer_s, overhead_s = load.row_s * (num_rows - load.num_rows), 0.0
-        is_example = not is_whole or self._is_example(num_rows)
+        longer_s = load.row_s * (num_rows - load.num_rows)
         if is_whole:
-            if is_example:
-                self._cost.observe(num_rows, step_s)
+            self._cost.observe(num_rows, step_s)
             self._step_times.on_drafted(num_sequences)
-            known_s = self._step_times.overhead_s(num_sequences)
-            self._was_not_launched = known_s is not None
-            if num_rows > load.num_rows or known_s is not None:
-                usual_s = load.seconds + longer_s + (known_s or 0.0)
+            if num_rows > load.num_rows or self._step_times.is_launched(num_sequences):
                 # Rows make no step shorter: one that seems so says that plain ones were measured
                 # in a bad moment (an engine's first), and would be taken for gain.
-                longer_s = max(min(step_s, OUTLIER * usual_s) - load.seconds, 0.0)
-                overhead_s = min(known_s or 0.0, longer_s)
-        share = 1.0 / len(own_s)
+                usual_s = load.step_s + longer_s
+                longer_s = max(min(step_s, _OUTLIER * usual_s) - load.plain_s, 0.0)
+        beside_s += longer_s
         for proposer, one_s in own_s.items():
-            call = ProposerCall(
-                self._num_tasks[proposer],
-                num_accepted[proposer],
-                num_rows - load.num_rows,
-                own_s=one_s + beside_s * share,
-                rows_s=(longer_s - overhead_s) * share,
-                overhead_s=overhead_s * share,
-                is_example=is_example,
-            )
-            self._budgets[proposer].on_call(load, call)
-
-    def _on_plain_step(
-        self, num_rows: int, seconds: float, beside_s: float, *, is_whole: bool
-    ) -> None:
-        """Record the end of a planned step without a call."""
-        num_sequences = self._num_sequences
-        for budget in self._budgets:
-            budget.owe(num_sequences, beside_s / len(self._budgets))
-        self._was_not_launched = self._is_measuring_overhead
-        if is_whole:
-            self._cost.observe(num_rows, seconds)
-            if self._is_measuring_overhead:
-                self._step_times.on_overhead(num_sequences, seconds)
-            else:
-                self._step_times.observe(num_sequences, seconds)
-            self._fall_asleep(seconds)
-
-    def _is_example(self, num_rows: int) -> bool:
-        """Whether the duration of a step is representative of its size: not that of the first step
-        with drafts of about this many rows, which may include compilation. Records the size."""
-        if num_rows == self._num_rows:
-            return True
-        place = size_place(num_rows)
-        is_first = place not in self._seen_sizes
-        self._seen_sizes.add(place)
-        return not is_first
+            cost_s = one_s + beside_s / len(own_s)
+            call = ProposerCall(self._num_tasks[proposer], num_accepted[proposer], cost_s)
+            one.budgets[proposer].on_call(load, call)
 
     # ---- what trees are worth
 
