@@ -389,7 +389,7 @@ class Worker:
 
     async def status(self) -> kvstore_pb2.GetStatusReply:
         status = await self.client.status(check_integrity=True, deadline=within())
-        assert store_status.integrity_error == ""
+        assert status.integrity_error == ""
         return status
 
 
