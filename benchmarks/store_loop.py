@@ -8,9 +8,9 @@ the laws to its end, full publications, a list of everything; then all at once f
 processes took of the core. `cpu` is the time that the loop's thread computed between two timers,
 which other processes change less (`same_work` says how much: the same piece of work, over and
 over); `gc` is that of the garbage collector. `status_s` is how long
-`baton status` took beside it, from the start of the process, `status_without_store` how often it
-did not show the store, and `first_attach_s` how long the first worker waited for the store's
-memory.
+`baton status` took beside it, from the start of the process, `answer_s` how long the router took to
+answer what it asks, `status_without_store` how often it did not show the store, and
+`first_attach_s` how long the first worker waited for the store's memory.
 
     python -m benchmarks.store_loop turns --blocks 1000000 --seconds 600
 
@@ -40,6 +40,7 @@ import click
 import redis.asyncio
 import uvloop
 
+from baton.client import Client
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks import harness
 from kvstore import block_hash, store_process, wire
@@ -312,12 +313,15 @@ async def _all_at_once(
     stub: Any,
     client: redis.asyncio.Redis,
     ask_status: Callable[[], Awaitable[float]],
+    ask_router: Callable[[], Awaitable[float]],
     seconds: float,
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], list[float]]:
     """Writers and readers all the time; every few seconds everything else. Returns: seconds of each
-    `baton status`, and CPU seconds of a piece of work that is always the same."""
+    `baton status` and of each answer of the router, and CPU seconds of a piece of work that is
+    always the same."""
     ends_s = time.monotonic() + seconds
     took: list[float] = []
+    answered: list[float] = []
     noise: list[float] = []
 
     async def every(pause_s: float, work: Callable[[], Awaitable[Any]]) -> None:
@@ -331,6 +335,9 @@ async def _all_at_once(
 
     async def see_status() -> None:
         took.append(await ask_status())
+
+    async def see_answer() -> None:
+        answered.append(await ask_router())
 
     async def compute() -> None:
         began_s = time.thread_time()
@@ -346,9 +353,10 @@ async def _all_at_once(
         every(60.0, load.list_all),
         every(45.0, partial(client.flushall, asynchronous=True)),
         every(10.0, see_status),
+        every(1.0, see_answer),
         every(0.1, compute),
     )
-    return took, noise
+    return took, answered, noise
 
 
 async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -391,6 +399,13 @@ async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, An
                 harness.CONSOLE.print(f"baton status: {process.returncode}, {said.decode()}")
             return time.monotonic() - began_s
 
+        cluster = await stack.enter_async_context(Client(router["address"]))
+
+        async def ask_router() -> float:
+            began_s = time.monotonic()
+            await cluster.status()
+            return time.monotonic() - began_s
+
         channel = await stack.enter_async_context(rpc.channel(address))
         stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)
         began_s = time.monotonic()
@@ -423,11 +438,13 @@ async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, An
         await row("status", load.status(check=True))
         status_s = [await ask_status() for _ in range(5)]
         await row("after status", asyncio.sleep(0.1))
+        answer_s = [await ask_router() for _ in range(5)]
         noise_s: list[float] = []
         if seconds:
-            task = _all_at_once(load, stub, client, ask_status, seconds)
+            task = _all_at_once(load, stub, client, ask_status, ask_router, seconds)
             began_s = time.monotonic()
-            more_s, noise_s = await task
+            more_s, more_answers_s, noise_s = await task
+            answer_s += more_answers_s
             status_s += more_s
             found = await store.turns()
             rows.append(
@@ -438,6 +455,7 @@ async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, An
         "blocks": num_blocks,
         "first_attach_s": round(first_attach_s, 2),
         "status_s": harness.cuts(status_s, "s", 1.0),
+        "answer_s": harness.cuts(answer_s, "s", 1.0),
         "same_work": harness.cuts(noise_s),
         "status_without_store": shown.count(False),
         "rows": rows,

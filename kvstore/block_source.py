@@ -332,7 +332,7 @@ class BlockSink(Protocol):
         """Reserve frames for the blocks of several chains. Returns: the lease, and an answer for
         each chain: None where its parent is missing."""
 
-    def commit(
+    async def commit(
         self,
         attachment_id: str,
         lease_id: str,
@@ -340,8 +340,8 @@ class BlockSink(Protocol):
         *,
         ends_lease: bool,
     ) -> list[Block]:
-        """Make written frames visible. ends_lease: the lease ends then. Returns: the blocks as the
-        store has them."""
+        """Make written frames visible, parents first. ends_lease: the lease ends then. Returns: the
+        blocks as the store has them."""
 
     def abort(
         self,

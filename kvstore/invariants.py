@@ -362,7 +362,7 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
     each pinned frame is known to the table."""
     tree, committed, damaged = table.tree, table.committed, table.damaged
     pins = table.pins_of_moves()
-    for lease in leases:
+    for lease in chain(leases, leases.ending):
         for node in lease.pins:
             pins[node] += 1
             yield

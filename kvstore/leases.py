@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -165,3 +166,5 @@ class LeaseTable(Leases[Lease]):
 
     def __init__(self, max_ttl_s: float, new_id: Callable[[], str] = _random_id) -> None:
         super().__init__(Lease, max_ttl_s, new_id)
+        self.ending: deque[Lease] = deque()
+        """Leases that are over, of which blocks are still pinned: BlockStore.let_go unpins them."""

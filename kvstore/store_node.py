@@ -46,6 +46,7 @@ from kvstore.block_source import (
 from kvstore.block_store import (
     NO_ROOM,
     BlockStore,
+    PrefixMatch,
     Reserved,
     StoreLimits,
     WrittenFrame,
@@ -61,6 +62,7 @@ from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remov
 from kvstore.tenant_shares import TenantShares
 from kvstore.transport.base import TRANSPORTS
 from kvstore.transport.nixl_agent import Region
+from kvstore.turn_budget import TurnBudget
 from process import entrypoint, logs
 from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Clock, Deadline
@@ -81,13 +83,14 @@ TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 """Memory that the kernel has allocated ahead of the frames in use: a quarter of a second of writes
 at 256 MB/s."""
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
-FREEZE_EVERY = 1024
-"""New blocks after which gc.freeze() takes all blocks out of the garbage collector's passes: 2 ms
-of the loop, as much in all as those passes over them cost (measured)."""
-RESERVE_AT_ONCE = 256
-"""Blocks reserved in one turn of the loop: 2 to 4 ms where others must be evicted."""
-DROP_AT_ONCE = 1000
-"""Blocks below a bad one that are dropped in one turn of the loop: 5 ms."""
+FREEZE_EVERY = 256
+"""New blocks after which gc.freeze() takes all blocks out of the garbage collector's passes: 1 to 2
+ms of the loop (measured)."""
+BLOCKS_A_TURN = 128
+"""Blocks that all calls together reserve or commit in one turn of the loop: 1 to 4 ms where others
+must be evicted."""
+MATCHED_PER_WRITTEN = 8
+"""Blocks that a match handles in the time in which one block is reserved or committed."""
 _DRAIN_POLL_S = 0.05
 _CLOSE_PEERS_S = 1.0
 _ATTACHING_S = 30.0
@@ -121,6 +124,8 @@ class StoreNode:
         self.is_draining = False
         """Whether `drain` was called: no new block is stored, those present are served until the
         last lease ends."""
+        self.turns = TurnBudget(BLOCKS_A_TURN)
+        """Bounds the blocks that calls handle in one turn of the loop."""
         self._changes = NullLog() if changes is None else changes
         self._clock = clock
         self._attaching = asyncio.Lock()
@@ -129,7 +134,6 @@ class StoreNode:
         self._check: SlicedCheck | None = None
         self._num_beats = 0  # heartbeats: they may change what is checked, and are no work
         self._num_frozen = 0  # of PrefixTree.num_inserted
-        self._num_reserved = 0  # blocks since other calls had their turn
         self._maintenance: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
         self._toucher: asyncio.Task[None] | None = None
@@ -328,19 +332,37 @@ class StoreNode:
 
         Raises: UnknownAttachment, LeaseLapsed.
         """
-        store, now_s = self.seen(attachment_id, is_beat=not chain_hashes)
-        match = store.match(chain_hashes, pin=pin, lease_id=lease_id, ttl_s=ttl_s, now_s=now_s)
-        if pin and match.in_file:
-            is_of_use = False
-            try:
+        deadline = Deadline.after(budget_s)
+        match = PrefixMatch([], lease_id, 0)
+        is_of_use = False
+        size = self.turns.max_blocks * MATCHED_PER_WRITTEN
+        try:
+            for at in range(0, max(1, len(chain_hashes)), size):
+                piece = chain_hashes[at : at + size]
+                if piece:
+                    await self.turns.take(1 + len(piece) // MATCHED_PER_WRITTEN)
+                store, now_s = self.seen(attachment_id, is_beat=not piece)
+                match = store.match(
+                    piece,
+                    pin=pin,
+                    lease_id=match.lease_id,
+                    ttl_s=ttl_s,
+                    now_s=now_s,
+                    after=match if at else None,
+                )
+                if len(match.nodes) < at + len(piece):  # what follows is absent
+                    store.counters.num_blocks_asked += len(chain_hashes) - at - len(piece)
+                    break
+            if pin and match.in_file:
                 if self.tier is not None:
-                    await self.tier.promote(match.nodes, Deadline.after(budget_s))
+                    await self.tier.promote(match.nodes, deadline)
                 store.settle(match, self._clock())
-                is_of_use = bool(match.nodes)
-            finally:
-                if not lease_id and not is_of_use:  # it pins nothing, or its caller is gone
-                    store.release([match.lease_id], now_s=self._clock())
-                    match.lease_id = ""
+            is_of_use = bool(match.nodes)
+        finally:
+            is_own = match.lease_id != lease_id
+            if is_own and not is_of_use:  # it pins nothing, or its caller is gone
+                store.release([match.lease_id], now_s=self._clock())
+                match.lease_id = ""
         blocks, span = match.blocks, current_span()
         if span.is_recording:
             for link in store.history.links(block.chain_hash for block in blocks):
@@ -404,14 +426,15 @@ class StoreNode:
     async def _reserve_chain(
         self, call: _ReserveCall, chain: ChainToReserve
     ) -> ReservedChain | None:
-        """`reserve` of one chain, RESERVE_AT_ONCE blocks in one turn of the loop. Between two turns
+        """`reserve` of one chain, piece by piece as turns of the loop have room. Between two turns
         the blocks reserved so far cannot be evicted: the lease pins them, or has them written."""
         parent, chain_hashes, tail_name, tenant = chain
         answers: list[Reserved] = []
         tail: Reserved | None = None
-        for at in range(0, max(1, len(chain_hashes)), RESERVE_AT_ONCE):
+        for at in range(0, max(1, len(chain_hashes)), self.turns.max_blocks):
+            piece = chain_hashes[at : at + self.turns.max_blocks]
+            await self.turns.take(len(piece) or 1)
             store, now_s = self.seen(call.attachment_id)
-            piece = chain_hashes[at : at + RESERVE_AT_ONCE]
             is_last = at + len(piece) == len(chain_hashes)
             lease = store.leases.find(call.lease_id)
             earlier = set[int]() if lease is None else {*map(lease.writing.get, piece)}
@@ -440,10 +463,6 @@ class StoreNode:
             if answers and not answers[-1].has_room:
                 break
             parent = piece[-1] if piece else parent
-            self._num_reserved += len(piece)
-            if self._num_reserved >= RESERVE_AT_ONCE:
-                self._num_reserved = 0
-                await asyncio.sleep(0)
         num_left = len(chain_hashes) - len(answers)
         if num_left and tail_name:
             tail = NO_ROOM
@@ -460,7 +479,7 @@ class StoreNode:
         if owns_lease:
             store.release([call.lease_id], now_s=now_s)
 
-    def commit(
+    async def commit(
         self,
         attachment_id: str,
         lease_id: str,
@@ -468,12 +487,18 @@ class StoreNode:
         *,
         ends_lease: bool,
     ) -> list[Block]:
-        """Make written frames visible, as BlockStore.commit. ends_lease: the lease ends once the
-        blocks are visible."""
-        store, now_s = self.seen(attachment_id)
-        blocks = store.commit(attachment_id, lease_id, written, now_s)
+        """Make written frames visible, as BlockStore.commit does, piece by piece as turns of the
+        loop have room. What was visible when a call fails or is cancelled stays so, under its
+        lease. ends_lease: the lease ends once the blocks are visible."""
+        blocks: list[Block] = []
+        for at in range(0, max(1, len(written)), self.turns.max_blocks):
+            piece = written[at : at + self.turns.max_blocks]
+            await self.turns.take(len(piece) or 1)
+            store, now_s = self.seen(attachment_id)
+            blocks += store.commit(attachment_id, lease_id, piece, now_s)
+            await self._freeze_blocks(store)
         if ends_lease:
-            store.release([lease_id], num_bytes_read=0, now_s=now_s)
+            store.release([lease_id], num_bytes_read=0, now_s=self.now_s())
         self.look_for_room()
         return blocks
 
@@ -596,7 +621,7 @@ class StoreNode:
         """
         store, _ = self.seen(attachment_id)
         store.note_read(REFUSED, blocks, self._name_of(store, attachment_id))
-        return await _repair(store, self.slab, blocks) if self.slab is not None else 0
+        return await _repair(store, self.slab, blocks, self.turns) if self.slab is not None else 0
 
     def close_push(self, push_id: str) -> bool:
         """Whether no byte of this push moves, now and later: a push that is not known is refused
@@ -606,13 +631,10 @@ class StoreNode:
     # -- maintenance
 
     def look_for_room(self) -> None:
-        """Start to demote blocks to the file tier if frames are short, and keep new blocks out of
-        the garbage collector's passes. Called when blocks were stored, and every
-        `sweep_interval_s`. Never waits for a move."""
+        """Start to demote blocks to the file tier if frames are short. Called when blocks were
+        stored, and every `sweep_interval_s`. Never waits for a move."""
         if self.tier is not None:
             self.tier.kick()
-        if self.store is not None:
-            self._freeze_blocks(self.store)
 
     async def _maintain(self, store: BlockStore, slab: Slab, check: SlicedCheck) -> None:
         while True:
@@ -621,7 +643,13 @@ class StoreNode:
                 store.lapse(self._clock())
             with check.in_use():
                 self._detach_gone(store, slab)
+            while store.leases.ending:
+                await self.turns.take(self.turns.max_blocks)
+                check.num_calls += 1
+                with check.in_use():
+                    store.let_go()
             self.look_for_room()
+            await self._freeze_blocks(store)
             self._touch_ahead(store, slab)
 
     async def _check_when_idle(self, check: SlicedCheck) -> None:
@@ -668,12 +696,13 @@ class StoreNode:
         if goal > self.num_touched and not is_busy:
             self._toucher = start_task(self._touch(slab, goal), "touch memory")
 
-    def _freeze_blocks(self, store: BlockStore) -> None:
-        """Keep Python's garbage collector from looking at the blocks that are here: a million of
-        them would stop the loop for a second now and then. They are freed all the same, for they
-        are in no cycles."""
+    async def _freeze_blocks(self, store: BlockStore) -> None:
+        """Keep Python's garbage collector from looking at the blocks that are here, in a turn of
+        the loop without other work on blocks: a million of them would stop the loop for a second
+        now and then. They are freed all the same, for they are in no cycles."""
         if store.tree.num_inserted - self._num_frozen >= FREEZE_EVERY:
             self._num_frozen = store.tree.num_inserted
+            await self.turns.take(self.turns.max_blocks)
             gc.collect()
             gc.freeze()
 
@@ -801,7 +830,7 @@ def take_memory(
     return slab, open_pages(folder, node_id, settings.file_tier_bytes, block_bytes)
 
 
-async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int:
+async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block], turns: TurnBudget) -> int:
     """Write generations again that changed in the slab, and drop blocks whose bytes changed.
     Checksums are computed in a thread. Returns: how many blocks were dropped."""
     hold_id, is_held = store.hold(blocks)
@@ -816,11 +845,11 @@ async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int
         bad = [
             block for block, known, now in zip(held, expected, found, strict=True) if now != known
         ]
-        num_dropped, num_below = 0, DROP_AT_ONCE
-        while num_below == DROP_AT_ONCE:  # most of a store may hang on one block
-            num_below = store.drop_below(bad, DROP_AT_ONCE)
+        num_dropped, num_below, at_once = 0, 1, turns.max_blocks
+        while num_below:  # most of a store may hang on one block
+            await turns.take(at_once)
+            num_below = store.drop_below(bad, at_once)
             num_dropped += num_below
-            await asyncio.sleep(0)
         num_dropped += store.drop(bad)
     finally:
         store.unhold(hold_id)

@@ -17,6 +17,7 @@ import click
 from baton import recorded_request
 from baton.answers import Chunk, Completion, completions_from
 from baton.cli import options, render
+from baton.cli.cluster_options import cluster_config
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
@@ -201,7 +202,7 @@ def _read(interactive: bool) -> str | None:
     "Start a cluster for the replay, with the options of `baton up`, and stop it afterwards.",
     one_of="where",
 )
-@options.cluster_config(port=0, model="")
+@cluster_config(port=0, model="")
 def replay(file: Path, target: RouterTarget, start: bool, config: ClusterConfig) -> int:
     """Run a request of `baton generate --record FILE` again, and compare its tokens.
 

@@ -1,18 +1,13 @@
 """Options that several commands share, as decorators. `sampling`, for example, adds the sampling
 options to a command, which gets their values as its argument `sampling`.
-
-The options of a cluster are made from the fields of `ClusterConfig`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
-import re
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +18,11 @@ from click.core import ParameterSource
 
 from baton.client import Credentials, SyncClient
 from baton.cluster import running_clusters as cluster_state
-from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.running_clusters import ClusterState
-from baton.errors import ClusterError, InvalidArgument, Unavailable
+from baton.errors import InvalidArgument, Unavailable
 from process import secret_files
 from process.authorization import PeerRole
 from process.rpc import Dialer
-from process.settings import field_docstrings
 from process.tls import TlsSettings
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -438,66 +431,3 @@ shaping = as_argument(
         ),
     ),
 )
-
-
-# -- a cluster on this machine
-
-
-def cluster_config(*, port: int = DEFAULT_PORT, model: str = ClusterConfig.model) -> Decorator:
-    """Add the options of a local cluster to a command, which gets `config: ClusterConfig`. Each
-    field is an option, its docstring the help. The command raises ClusterError for a wrong value.
-    """
-    fields = {each.name: each for each in dataclasses.fields(ClusterConfig)}
-    kinds, explained = typing.get_type_hints(ClusterConfig), field_docstrings(ClusterConfig)
-    defaults = {"port": port, "model": (model,) if model else ()}
-    explained["model"] += " Each further model gets workers of its own."
-
-    def help_of(name: str) -> str:
-        return re.sub(
-            r"`(\w+)`",
-            lambda found: _option_name(fields[found[1]]) if found[1] in fields else found[0],
-            explained[name],
-        )
-
-    made = [
-        _field_option(field, kinds[name], defaults.get(name, field.default), help_of(name))
-        for name, field in fields.items()
-        if name != "more_models"
-    ]
-    return as_argument("config", _make_config, *made)
-
-
-def _option_name(field: dataclasses.Field[Any]) -> str:
-    name: str = field.metadata.get("option", "")
-    return name or "--" + field.name.removeprefix("num_").replace("_", "-")
-
-
-def _field_option(field: dataclasses.Field[Any], kind: Any, default: Any, help: str) -> Decorator:
-    name, dest, metavar = _option_name(field), field.name, field.metadata.get("metavar", "N")
-    if kind is bool:
-        return flag(name, help, dest=dest)
-    if "choices" in field.metadata:
-        choice = click.Choice(field.metadata["choices"])
-        return value(name, None, help, default or None, dest=dest, type=choice)
-    if isinstance(default, tuple):
-        return value(name, metavar, help, default, dest=dest, multiple=True)
-    kind = int if kind == int | None else kind
-    return value(name, metavar, help, default, dest=dest, type=kind)
-
-
-def _make_config(model: Sequence[str], **values: Any) -> ClusterConfig:
-    context = click.get_current_context()
-    for role in ("prefill", "decode"):
-        for bound in ("min", "max"):
-            name = f"num_{role}_{bound}"
-            is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            if is_given and not values["autoscale"]:
-                raise ClusterError(
-                    f"--{bound}-{role} {values[name]}: goes with --autoscale; without it there are "
-                    f"as many as --{role} says"
-                )
-    return ClusterConfig(
-        model="".join(model[:1]),
-        more_models=tuple(model[1:]),
-        **{name: each for name, each in values.items() if each is not None},
-    )

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 import checkpoints
 from baton.answers import Completion
 from baton.cli import options, render
+from baton.cli.cluster_options import cluster_config
 from baton.cli.options import value
 from baton.cluster import command_lines
 from baton.cluster import running_clusters as cluster_state
@@ -34,7 +35,7 @@ _PROMPT = (
 
 
 @options.command("up")
-@options.cluster_config()
+@cluster_config()
 @value(
     "--cluster",
     "NAME",
@@ -56,7 +57,7 @@ def up(config: ClusterConfig, name: str) -> None:
 @options.command("demo")
 @value("--prompt", "TEXT", "Send this prompt.", _PROMPT, show_default=False)
 @value("--max-tokens", "N", "Generate at most N tokens.", 96)
-@options.cluster_config(port=0)
+@cluster_config(port=0)
 def demo(prompt: str, max_tokens: int, config: ClusterConfig) -> None:
     """Start a cluster, send the same prompt twice, show where the KV came from, and stop it.
 

@@ -19,11 +19,12 @@ import redis.asyncio
 
 from kvstore import store_node, store_process
 from kvstore.block_source import ChainToReserve
+from kvstore.block_store import WrittenFrame
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.service import KvStoreServicer
-from kvstore.store_node import TOUCH_AHEAD_BYTES
+from kvstore.store_node import BLOCKS_A_TURN, MATCHED_PER_WRITTEN, TOUCH_AHEAD_BYTES
 from process import grpc_server, registry, rpc
 from process.errors import (
     DeadlineExceeded,
@@ -71,10 +72,10 @@ async def test_two_writers_of_one_block(
     assert status.num_bytes_written == 7 * 5000
 
 
-@pytest.fixture(params=[store_node.RESERVE_AT_ONCE, 3])
+@pytest.fixture(params=[store_node.BLOCKS_A_TURN, 3])
 def few_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reservation goes over one turn of the store's loop, and over several."""
-    monkeypatch.setattr(store_node, "RESERVE_AT_ONCE", request.param)
+    monkeypatch.setattr(store_node, "BLOCKS_A_TURN", request.param)
 
 
 @pytest.mark.usefixtures("few_at_once")
@@ -183,8 +184,8 @@ async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_r
 ) -> None:
     """The caller never hears of its frames, so they are free at once. What an earlier call reserved
     under the same lease, for the same hashes, too, is not touched."""
-    monkeypatch.setattr(store_node, "RESERVE_AT_ONCE", 3)
     worker, node = await new_worker(store.address, transport), store.node
+    monkeypatch.setattr(node.turns, "max_blocks", 3)
     options: dict[str, Any] = {"is_probe": False, "ttl_s": 60.0}
     lease_id, num_before = "", 0
 
@@ -238,6 +239,123 @@ async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
         assert (status.num_committed, status.num_leases, status.num_writing) == (num_blocks, 0, 0)
         matched = await worker.match(hashes)
         assert matched.blocks == result.refs
+
+
+async def test_a_commit_whose_lease_ends_between_two_turns_keeps_what_is_visible(
+    store: LocalStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest is given back, as of any lease that ends before its blocks are committed."""
+    worker, node = await new_worker(store.address, transport), store.node
+    monkeypatch.setattr(node.turns, "max_blocks", 3)
+    asked = [ChainToReserve(b"", chain("a", 8), "", "")]
+    lease_id, (reserved,) = await node.reserve(
+        worker.attachment_id, "", asked, is_probe=False, ttl_s=60.0
+    )
+    assert reserved is not None
+    written = [WrittenFrame(each.frame, each.generation, 1, 16) for each in reserved.blocks]
+    call = asyncio.create_task(
+        node.commit(worker.attachment_id, lease_id, written, ends_lease=False)
+    )
+    while not node.stats().num_committed:
+        await asyncio.sleep(0)
+    assert not call.done()
+    node.release([lease_id], num_bytes_read=0)
+    with pytest.raises(NotFound, match="lease"):
+        await call
+    status = await worker.status()
+    assert (status.num_committed, status.num_writing, status.num_pinned) == (3, 0, 0)
+    assert status.num_quarantined == (0 if transport == "grpc" else 5)
+    assert (await node.status(check_integrity=True)).integrity_error == ""
+
+
+async def test_a_long_match_goes_over_several_turns(
+    store: LocalStore, new_worker: NewWorker, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one lookup, under one lease; one that is cancelled on the way leaves no lease."""
+    worker, node = await new_worker(store.address, "grpc"), store.node
+    put = await worker.put(chain("a", 20), range(20))
+    await worker.client.release([put.lease_id], deadline=within())
+    monkeypatch.setattr(node.turns, "max_blocks", 1)  # a piece of a match is of 8 blocks
+    before, hashes = node.stats(), chain("a", 26)
+    matched = await worker.match(hashes)
+    after = node.stats()
+    assert (matched.blocks, after.num_pinned, after.num_leases) == (put.refs, 20, 1)
+    assert after.num_lookups - before.num_lookups == 1
+    assert after.num_blocks_asked - before.num_blocks_asked == 26
+    assert after.num_blocks_matched - before.num_blocks_matched == 20
+    assert (await worker.match(chain("b", 20) + hashes)).lease_id == ""
+    assert node.stats().num_blocks_asked - after.num_blocks_asked == 46
+    await worker.client.release([matched.lease_id], deadline=within())
+    for num_turns in range(8):
+        call = asyncio.create_task(
+            node.match(
+                worker.attachment_id, hashes, pin=True, lease_id="", ttl_s=60.0, budget_s=10.0
+            )
+        )
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if not call.done():
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            node.release([call.result().lease_id], num_bytes_read=0)
+        assert (node.stats().num_leases, node.stats().num_pinned) == (0, 0)
+
+
+async def test_no_turn_of_the_loop_handles_more_blocks_than_its_budget(
+    new_worker: NewWorker, chain: Chain, store_settings: KvStoreSettings
+) -> None:
+    """Large puts, which evict one another's blocks, and long matches, all at once."""
+    num_blocks = 600
+    settings = dataclasses.replace(store_settings, capacity_bytes=2 * num_blocks * 4096)
+    async with local_store(settings) as store:
+        workers = [
+            await new_worker(store.address, "shm", block_bytes=64, num_blocks=num_blocks)
+            for _ in range(3)
+        ]
+        truth, loop = store.node.store, asyncio.get_running_loop()
+        assert truth is not None
+        handled = [0.0]
+        """Blocks in each turn of the loop."""
+
+        def tick() -> None:
+            nonlocal next_tick
+            handled.append(0)
+            next_tick = loop.call_soon(tick)
+
+        def counting(call: Callable[..., Any], num_blocks: Callable[..., float]) -> Any:
+            def counted(*arguments: Any, **options: Any) -> Any:
+                handled[-1] += num_blocks(*arguments)
+                return call(*arguments, **options)
+
+            return counted
+
+        written = counting(truth.commit, lambda _worker, _lease, blocks, _now: len(blocks))
+        reserved = counting(truth.reserve, lambda _worker, _parent, hashes: len(hashes))
+        matched = counting(truth.match, lambda hashes: len(hashes) / MATCHED_PER_WRITTEN)
+        truth.commit, truth.reserve, truth.match = written, reserved, matched  # type: ignore[method-assign]
+        next_tick = loop.call_soon(tick)
+
+        async def put_and_match(worker: Any, name: str) -> None:
+            hashes = chain(name, num_blocks)
+            put = PutChain(b"", list(zip(hashes, range(num_blocks), strict=True)), 16)
+            await worker.client.put_chains([put], 60.0, within())
+            found = await worker.match(hashes)
+            await worker.client.release([found.lease_id], deadline=within())
+
+        for turn in range(2):
+            await asyncio.gather(
+                *(put_and_match(each, f"{at} {turn}") for at, each in enumerate(workers))
+            )
+        next_tick.cancel()
+        assert max(handled) <= 2 * BLOCKS_A_TURN
+        assert sum(handled) > 3 * num_blocks
+        assert (await store.node.status(check_integrity=True)).integrity_error == ""
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore import block_store, invariants
 from kvstore.block_refs import Block
 from kvstore.block_store import NO_ROOM, PrefixMatch, Reserved
 from kvstore.errors import LeaseLapsed, UnknownAttachment
@@ -417,3 +418,36 @@ def test_hits_are_those_of_the_last_block_before_this_one(bench: StoreBench) -> 
     bench.put(CHAIN[:2])
     hits = [bench.store.match(CHAIN[:n], pin=False, now_s=0.0).num_hits for n in (1, 1, 2, 2, 1, 0)]
     assert hits == [0, 1, 0, 1, 4, 0]
+
+
+def test_a_long_lease_that_is_over_lets_its_blocks_go_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is over at once, for everything that asks for it."""
+    monkeypatch.setattr(block_store, "LET_GO_AT_ONCE", 2)
+    bench = _Bench()
+    lease_id, answers, _ = bench.reserve(CHAIN[:5])
+    bench.commit(lease_id, answers)
+    assert bench.store.release([lease_id], now_s=0.0) == 1
+    left = [bench.store.num_pinned()]
+    with pytest.raises(LeaseLapsed):
+        bench.store.renew(lease_id, ttl_s=1.0, now_s=0.0)
+    while bench.store.num_pinned():
+        invariants.check(bench.store)
+        left.append(bench.store.num_pinned())
+        bench.store.lapse(0.0)
+    assert left[0] == 3 and max(left) == 3
+    invariants.check(bench.store)
+
+
+def test_what_an_ended_lease_still_pins_is_room_for_a_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_store, "LET_GO_AT_ONCE", 1)
+    bench = _Bench(num_frames=6)
+    lease_id, answers, _ = bench.reserve(CHAIN[:6])
+    bench.commit(lease_id, answers)
+    bench.store.release([lease_id], now_s=0.0)
+    _, answers, _ = bench.reserve([_hash(each) for each in range(100, 106)])
+    assert all(answer.has_room for answer in answers)
+    assert bench.store.table.num_evictions == 6
