@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvstore import serve
+from kvstore import store_process
 from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.slot_pool import SlotState
@@ -37,7 +37,7 @@ async def test_nothing_stays_reserved_after_spoiled_answers(
     rng = random.Random(f"{seed}-{transport}-spoiled")
     num_failed = 0
     with ControlProxy(f"{seed}-{transport}") as proxy:
-        async with serve.running(SETTINGS) as store:
+        async with store_process.running(SETTINGS) as store:
             proxy.upstream = store.address
             for _ in range(max(12, scale(200))):
                 proxy.behave()
@@ -119,7 +119,7 @@ async def test_a_spoiled_answer_is_an_error_of_ours_and_hurts_nobody(
     rng = random.Random(f"{seed}-{transport}-turned")
     spoiler = _Spoiler(rng)
     num_failed = num_read = 0
-    async with serve.running(SETTINGS) as store:
+    async with store_process.running(SETTINGS) as store:
         bystander = Worker(transport, 4096, NUM_SLOTS, 1)
         await bystander.attach(store.address)
         held = await bystander.put(_chain(rng), range(NUM_SLOTS))
@@ -143,7 +143,7 @@ async def test_a_spoiled_answer_is_an_error_of_ours_and_hurts_nobody(
     assert spoiler.num_spoiled > 0 and num_failed > 0 and num_read > 0
 
 
-async def _reattach(worker: Worker, store: serve.RunningStore, spoiler: _Spoiler) -> None:
+async def _reattach(worker: Worker, store: store_process.RunningStore, spoiler: _Spoiler) -> None:
     if hasattr(worker, "client"):
         await worker.client.close()
     await worker.attach(store.address)
@@ -210,7 +210,7 @@ def _chain(rng: random.Random) -> list[bytes]:
     return [rng.randbytes(16) for _ in range(NUM_SLOTS)]
 
 
-async def _all_free(store: serve.RunningStore) -> None:
+async def _all_free(store: store_process.RunningStore) -> None:
     """No frame stays written or out of use, and no lease is left, as time passes."""
     truth: Any = store.node.store
 

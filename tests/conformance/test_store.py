@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import serve, store_node
+from kvstore import store_node, store_process
 from kvstore.block_source import ChainToReserve
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
@@ -55,7 +55,7 @@ from tests.harness.waiting import until, within
 
 @anywhere
 async def test_two_writers_of_one_block(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Both write at once; both are told of one frame, whose bytes fit its checksum."""
     one, two = [await new_worker(store.address, transport) for _ in range(2)]
@@ -79,7 +79,7 @@ def few_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_a_chain_grows_by_several_puts_under_one_lease(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     hashes = chain_of("a", 9)
@@ -97,7 +97,7 @@ async def test_a_chain_grows_by_several_puts_under_one_lease(
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Two of them begin alike, one goes on behind another, one lacks its parent, the last finds no
     room for all of it."""
@@ -140,7 +140,7 @@ async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
 
 
 async def test_a_put_of_chains_that_all_lack_their_parent_takes_nothing(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     lacking = PutChain(chain_of("a", 1)[0], [(chain_of("a", 2)[1], 0)], 16)
@@ -155,7 +155,7 @@ async def test_a_put_of_chains_that_all_lack_their_parent_takes_nothing(
 
 
 async def test_a_refused_chain_leaves_nothing_of_the_others_reserved(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     fine = kvstore_pb2.ReserveChain(chain_hashes=b"".join(chain_of("a", 2)))
@@ -241,7 +241,7 @@ async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     prefill, decode = [await new_worker(store.address, transport) for _ in range(2)]
     put = await prefill.put(chain_of("a", 2), range(2), tail=("request 1", 2, 11))
@@ -263,7 +263,7 @@ async def test_a_tail_travels_and_is_gone_with_its_lease(
 
 
 async def test_a_handle_is_pinned_as_far_as_it_holds(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     put = await worker.put(chain_of("a", 3), range(3), tail=("r", 3, 1))
@@ -278,7 +278,7 @@ async def test_a_handle_is_pinned_as_far_as_it_holds(
 
 @pytest.mark.usefixtures("few_at_once")
 async def test_no_room_is_an_answer_not_an_error(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     num_frames = worker.client.num_frames
@@ -295,7 +295,7 @@ async def test_no_room_is_an_answer_not_an_error(
 
 
 async def test_eviction_under_pressure_keeps_what_is_used(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str, seed: int
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """Many prompts through a small store, some leased: leased ones stay, the rest stays
     prefix-closed, and every hit has the bytes that were put."""
@@ -322,7 +322,7 @@ async def test_eviction_under_pressure_keeps_what_is_used(
 
 @anywhere
 async def test_many_workers_at_once_keep_every_law(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str, seed: int
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """Cancelled, late and lapsing puts and gets of overlapping chains from three workers."""
     workers = [await new_worker(store.address, transport) for _ in range(3)]
@@ -358,7 +358,7 @@ async def test_many_workers_at_once_keep_every_law(
 
 
 async def test_bytes_read_are_told_once(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Through shared memory the store sees no read; releases at the same time must not tell it
     twice (the count once became negative)."""
@@ -373,7 +373,7 @@ async def test_bytes_read_are_told_once(
 
 
 async def test_a_reported_block_is_dropped_only_if_it_is_bad(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str, seed: int
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str, seed: int
 ) -> None:
     """One flipped bit in a frame: gone with all below it, and stale to whoever leased it."""
     worker = await new_worker(store.address, transport)
@@ -401,7 +401,7 @@ async def test_a_reported_block_is_dropped_only_if_it_is_bad(
 
 
 async def test_everything_present_is_listed(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """In several messages, by a server whose messages hold four."""
     servicer = KvStoreServicer(store.node, list_chunk=4)
@@ -424,7 +424,7 @@ async def test_everything_present_is_listed(
 
 
 async def test_a_store_is_no_lender_and_says_so(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, "grpc")
     for method, why in (("AwaitLent", "only a lender's leases grow"), ("Hold", "whose slab says")):
@@ -434,7 +434,7 @@ async def test_a_store_is_no_lender_and_says_so(
 
 
 async def test_a_worker_that_says_goodbye_is_gone(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     worker = await new_worker(store.address, transport)
     assert store.node.store is not None and len(store.node.store.attachments) == 1
@@ -461,7 +461,7 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
 
 
 async def test_a_heartbeat_notices_another_life(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, "grpc", heartbeat_s=0.01)
     client: KvStoreClient = worker.client
@@ -476,7 +476,7 @@ async def test_a_heartbeat_notices_another_life(
     "change", [{"ttl_s": 0.0}, {"tail": ("t", 1, 0)}], ids=["no time to live", "empty tail"]
 )
 async def test_nonsense_is_refused_by_field(
-    store: serve.RunningStore, new_worker: NewWorker, change: dict[str, Any]
+    store: store_process.RunningStore, new_worker: NewWorker, change: dict[str, Any]
 ) -> None:
     worker = await new_worker(store.address, "grpc")
     with pytest.raises(InvalidArgument):
@@ -489,7 +489,7 @@ async def test_nonsense_is_refused_by_field(
 # A device's part in attaching is that the slab is locked for it.
 @pytest.mark.parametrize("transport", [*TRANSPORTS, OnDevice("shm")], ids=name_of)
 async def test_a_worker_that_leaves_while_attaching_does_not_take_the_slab_along(
-    store: serve.RunningStore, new_worker: NewWorker, transport: str
+    store: store_process.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
     """Cancelled at every stage of the very first attachment, the next one finds things in order."""
     for turns in [*range(0, 40, 2), *range(40, 400, 40)]:
@@ -553,7 +553,7 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     num_ahead = TOUCH_AHEAD_BYTES // 8192
     capacity_bytes = (num_ahead + 24) * 8192
     settings = dataclasses.replace(store_settings, capacity_bytes=capacity_bytes)
-    async with serve.running(settings) as store:
+    async with store_process.running(settings) as store:
         worker = await new_worker(store.address, "grpc")
         await until(lambda: store.node.num_touched == num_ahead)
         await worker.put(chain_of("a", 5), range(5))
@@ -563,7 +563,7 @@ async def test_memory_is_made_ready_ahead_of_its_use(
 
 
 async def test_the_garbage_collector_does_not_look_at_the_blocks(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a million of them each look would stop the loop for a second."""
     monkeypatch.setattr(store_node, "FREEZE_EVERY", 5)
@@ -584,19 +584,19 @@ async def test_the_garbage_collector_does_not_look_at_the_blocks(
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:
     settings = dataclasses.replace(store_settings, capacity_bytes=2**60)
     with pytest.raises(NoCapacity, match=r"slab_dir.*capacity_bytes"):
-        async with serve.running(settings):
+        async with store_process.running(settings):
             raise AssertionError("it started")
 
 
-async def test_a_busy_port_is_named(store: serve.RunningStore) -> None:
+async def test_a_busy_port_is_named(store: store_process.RunningStore) -> None:
     settings = dataclasses.replace(KvStoreSettings(), listen=store.address)
     with pytest.raises(Unavailable, match=store.address):
-        async with serve.running(settings):
+        async with store_process.running(settings):
             raise AssertionError("it started")
 
 
 async def test_integrity_is_watched_in_the_background(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """A broken law is found without anybody asking, and shown in the status."""
     worker = await new_worker(store.address, "grpc")
@@ -627,7 +627,7 @@ async def test_the_index_follows_the_store(
     settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
     client: redis.asyncio.Redis = registry.connect_redis(redis_url, 2.0)
     lookup = PrefixIndex(client, 5.0)
-    async with serve.running(settings) as running:
+    async with store_process.running(settings) as running:
         worker = await new_worker(running.address, "grpc")
         put = await worker.put(chain_of("a", 6), range(6), tail=("t", 7, 2))
         assert running.publisher is not None

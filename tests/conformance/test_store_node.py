@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import invariants, serve, store_node
+from kvstore import invariants, store_node, store_process
 from kvstore.block_source import WorkerInfo
 from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
@@ -40,7 +40,9 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
             made.set()
 
     monkeypatch.setattr(store_node, "take_memory", slow)
-    async with serve.running(dataclasses.replace(store_settings, stop_timeout_s=0.0)) as store:
+    async with store_process.running(
+        dataclasses.replace(store_settings, stop_timeout_s=0.0)
+    ) as store:
         attaching = asyncio.create_task(new_worker(store.address, "grpc"))
         await until(begun.is_set)
         asyncio.get_running_loop().call_later(0.3, may_go_on.set)
@@ -51,7 +53,7 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
 
 
 async def test_a_worker_that_leaves_while_it_is_met_leaves_no_peer_behind(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled while the store's NIXL agent takes its metadata in."""
     await new_worker(store.address, "nixl")
@@ -97,7 +99,7 @@ async def test_a_worker_that_leaves_while_it_is_met_leaves_no_peer_behind(
 
 
 async def test_an_agent_that_cannot_take_the_slab_is_not_left_behind(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each further worker would leave another one, with its threads."""
     register, refused = NixlAgent.register, []
@@ -131,7 +133,7 @@ async def test_a_store_that_dies_is_known_to_be_gone_before_the_next_heartbeat(
 
 
 async def test_a_status_does_not_wait_for_the_end_of_a_check(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a store of millions of blocks: a check begins and does not end until it may."""
     worker = await new_worker(store.address, "grpc")
@@ -160,7 +162,7 @@ async def test_a_status_does_not_wait_for_the_end_of_a_check(
 
 
 async def test_leases_end_while_a_check_goes_on(
-    store: serve.RunningStore, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a store of a million blocks, whose only worker is silent: no check comes to its end."""
     began = asyncio.Event()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import errors, serve
+from kvstore import errors, store_process
 from kvstore.block_source import StoreInfo
 from kvstore.client import connect_transport
 from kvstore.slab import Slab, SlabLayout
@@ -35,7 +35,7 @@ SHM, GRPC = OnDevice("shm"), OnDevice("grpc")
 
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_every_byte_is_copied_once_each_way(
-    store: serve.RunningStore, new_worker: NewWorker, name: str
+    store: store_process.RunningStore, new_worker: NewWorker, name: str
 ) -> None:
     """Also the checksums of both directions come without another copy from the device."""
     worker = await new_worker(store.address, name)
@@ -49,7 +49,7 @@ async def test_every_byte_is_copied_once_each_way(
 
 
 async def test_a_device_that_can_computes_the_checksums_of_what_is_put(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread hashes beside the engine, and a reader finds the bytes that the bus changed."""
     worker = await new_worker(store.address, SHM)
@@ -67,7 +67,9 @@ async def test_a_device_that_can_computes_the_checksums_of_what_is_put(
 
 
 @pytest.mark.parametrize("name", [SHM, GRPC])
-async def test_host_memory_is_given_back(store: serve.RunningStore, name: str, seed: int) -> None:
+async def test_host_memory_is_given_back(
+    store: store_process.RunningStore, name: str, seed: int
+) -> None:
     worker = Worker(name, 5000, 48, seed)
     await worker.attach(store.address)
     put = await worker.put(chain_of("a", 3), range(3))
@@ -79,7 +81,7 @@ async def test_host_memory_is_given_back(store: serve.RunningStore, name: str, s
 
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
-    store: serve.RunningStore, new_worker: NewWorker, name: str, seed: int
+    store: store_process.RunningStore, new_worker: NewWorker, name: str, seed: int
 ) -> None:
     worker = Worker(name, 5000, 48, seed)
     worker.device.refusal = "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)"
@@ -93,7 +95,7 @@ async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
 
 
 async def test_a_large_slab_is_locked_in_parts_and_no_copy_crosses_two(
-    store: serve.RunningStore, seed: int, monkeypatch: pytest.MonkeyPatch
+    store: store_process.RunningStore, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm, "LOCKED_BYTES", 3 * 4096)
     worker = Worker(SHM, 4096, 48, seed)  # frames without a gap between them: copies are merged
@@ -133,7 +135,7 @@ async def test_a_part_that_cannot_be_locked_leaves_none_locked(
 
 
 async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
-    store: serve.RunningStore, seed: int
+    store: store_process.RunningStore, seed: int
 ) -> None:
     worker = Worker(SHM, 5000, 48, seed)
     may_go_on, begun = threading.Event(), []
@@ -247,7 +249,7 @@ async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_
 
 
 async def test_a_copy_torn_by_a_writer_is_detected(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """The generation changes while the device copies."""
     worker = await new_worker(store.address, SHM)
@@ -262,7 +264,7 @@ async def test_a_copy_torn_by_a_writer_is_detected(
 
 
 async def test_a_failing_device_is_a_reason_and_leaves_nothing(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     for name in (SHM, GRPC):
         worker = await new_worker(store.address, name)
@@ -282,7 +284,7 @@ async def test_a_failing_device_is_a_reason_and_leaves_nothing(
 @pytest.mark.parametrize("cancelled", [False, True], ids=["late", "cancelled"])
 @pytest.mark.parametrize("name", [SHM, GRPC])
 async def test_blocks_that_a_stalled_device_may_still_write_are_quarantined(
-    store: serve.RunningStore, new_worker: NewWorker, name: str, cancelled: bool
+    store: store_process.RunningStore, new_worker: NewWorker, name: str, cancelled: bool
 ) -> None:
     worker = await new_worker(store.address, name)
     put = await worker.put(chain_of("a", 3), range(3))
@@ -311,7 +313,7 @@ async def test_blocks_that_a_stalled_device_may_still_write_are_quarantined(
 
 
 async def test_frames_that_a_stalled_device_may_still_write_are_quarantined(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, SHM)
     truth = store.node.store
@@ -327,7 +329,7 @@ async def test_frames_that_a_stalled_device_may_still_write_are_quarantined(
 
 
 async def test_a_stalled_device_costs_a_staged_put_only_time(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """It fills rows of ours, no frame; the rows stay taken until it is done."""
     worker = await new_worker(store.address, GRPC)
@@ -437,7 +439,7 @@ async def test_a_real_device(
     torch.cuda.synchronize()
     device = CudaDevice.open(0)
     assert wait_for(device.compute_mark())
-    async with serve.running(settings) as running:
+    async with store_process.running(settings) as running:
         worker = Worker(transport, block_bytes, 48, seed)
         worker.device = device  # type: ignore[assignment]
         worker.memory = BlockMemory.on_device(device, cache.data_ptr(), block_bytes, 48)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import errors, serve
+from kvstore import errors, store_process
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.slot_pool import SlotState
@@ -269,7 +269,7 @@ async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
 async def test_a_killed_worker_leaks_nothing(
     store_settings: KvStoreSettings, lone_worker: NewLoneWorker, transport: str, what: str
 ) -> None:
-    async with serve.running(store_settings) as running:
+    async with store_process.running(store_settings) as running:
         passes = driven(running)
         worker = await lone_worker(running.address, transport, what)
         truth = running.node.store
@@ -284,7 +284,7 @@ async def test_a_killed_worker_leaks_nothing(
 
 
 async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
-    store: serve.RunningStore, lone_worker: NewLoneWorker
+    store: store_process.RunningStore, lone_worker: NewLoneWorker
 ) -> None:
     """Its lease lapsed, but it may wake up inside its copy; only its death ends that."""
     passes = driven(store)
@@ -303,7 +303,10 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
 
 
 async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
-    store: serve.RunningStore, new_worker: NewWorker, lone_worker: NewLoneWorker, tcp_only: None
+    store: store_process.RunningStore,
+    new_worker: NewWorker,
+    lone_worker: NewLoneWorker,
+    tcp_only: None,
 ) -> None:
     """The store reads those frames as long as the peer may take the bytes; then the peer dies."""
     writer = await new_worker(store.address, "nixl")
@@ -328,7 +331,7 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
 
 
 async def test_a_push_that_nobody_knows_is_over_and_stays_so(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """The question overtook the request: the request is refused when it comes."""
     worker = await new_worker(store.address, "nixl")
@@ -346,7 +349,7 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
 
 
 async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
-    store: serve.RunningStore, new_worker: NewWorker
+    store: store_process.RunningStore, new_worker: NewWorker
 ) -> None:
     """A lapsed lease is no stalled store: that would take the store from everybody."""
     worker = await new_worker(store.address, "nixl")

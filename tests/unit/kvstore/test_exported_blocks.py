@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.block_refs import Block
-from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.errors import LeaseLapsed, StoreIntegrityError
 from kvstore.exported_blocks import (
     FIRST_GENERATION,
     ExportedBlock,
@@ -78,7 +78,7 @@ class Model:
         ]
         self.kept.update(block_ids)
         if known and not math.isinf(self.leases[known][0]):
-            with pytest.raises(IntegrityError, match="grows no more"):
+            with pytest.raises(StoreIntegrityError, match="grows no more"):
                 self.table.lend(offers, known)
             self.kept.subtract(block_ids)
             return
@@ -103,7 +103,7 @@ class Model:
         known = draw.choice(["", *self.leases])
         offers = [offer(each, self.content[each], is_sealed=False) for each in block_ids]
         if known and not math.isinf(self.leases[known][0]):
-            with pytest.raises(IntegrityError, match="grows no more"):
+            with pytest.raises(StoreIntegrityError, match="grows no more"):
                 self.table.lend(offers, known, is_computed=False)
             return
         self.kept.update(block_ids)
@@ -124,7 +124,7 @@ class Model:
             return
         ahead = self.ahead[lease_id]
         if len(ahead) > 1 and draw.random() < 0.3:
-            with pytest.raises(IntegrityError, match="not the next"):
+            with pytest.raises(StoreIntegrityError, match="not the next"):
                 self.table.computed(lease_id, ahead[1:])
             return
         block_ids = ahead[: draw.randint(0, len(ahead))]
@@ -147,7 +147,7 @@ class Model:
         checksums = {each: 7 * each + self.content[each] for each in block_ids}
         others = self.leases[lease_id][1] - set(waiting)
         if others and draw.random() < 0.3:
-            with pytest.raises(IntegrityError, match="waits for no checksum"):
+            with pytest.raises(StoreIntegrityError, match="waits for no checksum"):
                 self.table.seal(lease_id, checksums | {draw.choice(sorted(others)): 1})
             return
         sealed = self.table.seal(lease_id, checksums)
@@ -160,7 +160,7 @@ class Model:
             lease_id = draw.choice(list(self.leases))
             ttl_s = draw.choice([1.0, 5.0, 1e9])
             if self.unsealed[lease_id]:
-                with pytest.raises(IntegrityError, match="not sealed"):
+                with pytest.raises(StoreIntegrityError, match="not sealed"):
                     self.table.hand_over(lease_id, ttl_s, self.now_s)
                 return
             before = self.lent
@@ -371,7 +371,7 @@ def test_who_watches_is_told_of_what_can_be_read(table: ExportedBlocks, is_enter
 
 def test_another_content_under_a_lent_block_is_a_defect(table: ExportedBlocks) -> None:
     table.lend([offer(1)])
-    with pytest.raises(IntegrityError, match="another content"):
+    with pytest.raises(StoreIntegrityError, match="another content"):
         table.lend([offer(2), offer(1, content=1)])
     assert (table.num_lent, table.num_leases) == (1, 1)
 
@@ -463,7 +463,7 @@ def test_each_law_is_recomputed(
     table.lend([offer(1), offer(2)])
     table.check_integrity()
     spoil(table)
-    with pytest.raises(IntegrityError, match=law):
+    with pytest.raises(StoreIntegrityError, match=law):
         table.check_integrity()
 
 
