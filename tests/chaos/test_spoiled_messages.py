@@ -212,8 +212,7 @@ def _chain(rng: random.Random) -> list[bytes]:
 
 async def _all_free(store: store_process.RunningStore) -> None:
     """No frame stays written or out of use, and no lease is left, as time passes."""
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
 
     def is_free() -> bool:
         held = [truth.frames.count(state) for state in (SlotState.WRITING, SlotState.QUARANTINED)]

@@ -468,8 +468,7 @@ async def test_many_workers_at_once_keep_every_law(
     await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
     for worker in workers:
         await worker.client.close()
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
     await until(lambda: len(truth.quarantined) == 0 and len(truth.attachments) == 0)
     assert await store.node.check_integrity() == ""
@@ -571,8 +570,7 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
     worker, mapped = [
         await new_worker(store.address, name, heartbeat_s=1000.0) for name in ("grpc", "shm")
     ]
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     await driven(store)(lambda: len(truth.attachments) == 1)
     with pytest.raises(Unavailable, match="attach again"):
         await worker.match(chain_of("a", 1))
@@ -721,8 +719,7 @@ async def test_integrity_is_watched_in_the_background(
     """A broken law is found without anybody asking, and shown in the status."""
     worker = await new_worker(store.address, "grpc")
     put = await worker.put(chain_of("a", 1), [0])
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     node = truth.tree.find(put.refs[0].chain_hash)
     assert node is not None
     node.num_pins += 1

@@ -174,8 +174,7 @@ async def test_leases_end_while_a_check_goes_on(
 
     monkeypatch.setattr(invariants, "check_store", check_store)
     worker = await store.node.attach(WorkerInfo("w", bytes(16), bytes(32), 4096, "grpc"))
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     truth.reserve(worker.attachment_id, b"", [bytes(16)], ttl_s=1.0, now_s=store.node.now_s())
     async with asyncio.timeout(WAIT_S):
         await began.wait()

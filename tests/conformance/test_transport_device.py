@@ -254,8 +254,7 @@ async def test_a_copy_torn_by_a_writer_is_detected(
     """The generation changes while the device copies."""
     worker = await new_worker(store.address, SHM)
     put = await worker.put(chain_of("a", 3), range(3))
-    slab = store.node.slab
-    assert slab is not None
+    slab: Any = store.node.slab
 
     def torn(*_: int) -> None:
         slab.publish(put.refs[1].frame, put.refs[1].generation + 1)
@@ -278,8 +277,7 @@ async def test_a_failing_device_is_a_reason_and_leaves_nothing(
         worker.device.problem = ""
         assert await worker.get(put.lease_id, put.refs, [10, 11, 12]) == {}
         await worker.release(put.lease_id)
-        truth = store.node.store
-        assert truth is not None
+        truth: Any = store.node.store
         await until(lambda truth=truth: len(truth.leases) == 0)
 
 
@@ -323,8 +321,7 @@ async def test_frames_that_a_stalled_device_may_still_write_are_quarantined(
     worker.device.engine_runs.clear()
     with pytest.raises(DeadlineExceeded):
         await worker.put(chain_of("a", 4), range(4), deadline=within(1.0))
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     await until(lambda: len(truth.quarantined) == 4)
     worker.device.engine_runs.set()
     await until(lambda: len(truth.quarantined) == 0 and len(truth.leases) == 0)
@@ -456,8 +453,7 @@ async def test_a_real_device(
         found = worker.memory.checksums(sources)
         assert found == BlockMemory.of(cache.cpu().numpy()).checksums(sources)
         assert found == [ref.checksum for ref in put.refs]
-        slab = running.node.slab
-        assert slab is not None
+        slab: Any = running.node.slab
         slab.block(put.refs[3].frame)[-1] ^= 1
         failed = await worker.get(put.lease_id, put.refs, targets)
         assert failed == {3: errors.CHECKSUM}

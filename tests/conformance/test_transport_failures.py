@@ -289,8 +289,7 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     """Its lease lapsed, but it may wake up inside its copy; only its death ends that."""
     passes = driven(store)
     worker = await lone_worker(store.address, "shm", "reserve")
-    truth = store.node.store
-    assert truth is not None
+    truth: Any = store.node.store
     await paused(worker.process)
     await passes(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4

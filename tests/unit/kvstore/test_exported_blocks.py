@@ -28,6 +28,12 @@ def offer(block_id: int, content: int = 0, *, is_sealed: bool = True) -> ExportO
     return ExportOffer(block_id, b"%7d.%8d" % (block_id, content), checksum, 16)
 
 
+@pytest.fixture
+def table() -> ExportedBlocks:
+    """It tells nobody of what came free."""
+    return ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+
+
 class Model:
     """Leases and holds as sets; every block's owner counts by hand."""
 
@@ -342,9 +348,8 @@ def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
 
 
 @pytest.mark.parametrize("is_entered", [False, True])
-def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
+def test_who_watches_is_told_of_what_can_be_read(table: ExportedBlocks, is_entered: bool) -> None:
     """By then, and not behind that: a look may confirm and hold what it finds."""
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda _: None)
     lease_id, _ = table.lend([offer(1)])
     held: list[list[bool]] = []
 
@@ -364,16 +369,14 @@ def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
     assert held == [[True, True]]
 
 
-def test_another_content_under_a_lent_block_is_a_defect() -> None:
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+def test_another_content_under_a_lent_block_is_a_defect(table: ExportedBlocks) -> None:
     table.lend([offer(1)])
     with pytest.raises(StoreIntegrityError, match="another content"):
         table.lend([offer(2), offer(1, content=1)])
     assert (table.num_lent, table.num_leases) == (1, 1)
 
 
-def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+def test_bad_bytes_end_the_leases_that_name_them_and_no_other(table: ExportedBlocks) -> None:
     first, (block,) = table.lend([offer(1)])
     second, _ = table.lend([ExportOffer(1, block.chain_hash, 999, 16), offer(2)])
     assert table.checksums_of([block]) == [{block.checksum, 999}]
@@ -385,9 +388,10 @@ def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("how", ["released", "damaged", "all ended"])
-def test_what_a_reader_was_promised_stays_until_then_whatever_ends_its_lease(how: str) -> None:
+def test_what_a_reader_was_promised_stays_until_then_whatever_ends_its_lease(
+    table: ExportedBlocks, how: str
+) -> None:
     """Also where one of those that were asked for is stale, and not beyond its time."""
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     lease_id, (one, other) = table.lend([offer(1), offer(2)])
     pairs = [(1, one.generation), (2, other.generation), (2, other.generation + 2)]
     assert table.pin(lease_id, pairs, 3.0, now_s=5.0) == (3.0, [2])
@@ -405,8 +409,9 @@ def test_what_a_reader_was_promised_stays_until_then_whatever_ends_its_lease(how
     table.check_integrity()
 
 
-def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> None:
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for(
+    table: ExportedBlocks,
+) -> None:
     lease_id, (block,) = table.lend([offer(1, is_sealed=False)])
     assert table.checksums_of([block]) == [set()]
     assert table.drop({(1, 0)}) == 0
@@ -452,8 +457,9 @@ def _held_alone(table: ExportedBlocks) -> ExportedBlock:
         (lambda t: t._pins.update({"x": 1.0}), "promised blocks that are not held"),
     ],
 )
-def test_each_law_is_recomputed(spoil: Callable[[ExportedBlocks], object], law: str) -> None:
-    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+def test_each_law_is_recomputed(
+    table: ExportedBlocks, spoil: Callable[[ExportedBlocks], object], law: str
+) -> None:
     table.lend([offer(1), offer(2)])
     table.check_integrity()
     spoil(table)
@@ -462,8 +468,7 @@ def test_each_law_is_recomputed(spoil: Callable[[ExportedBlocks], object], law: 
 
 
 @pytest.mark.parametrize("how", ["released", "lapsed", "damaged", "all ended"])
-def test_the_end_of_a_lease_is_told_once_however_it_comes(how: str) -> None:
-    table = ExportedBlocks(8, 64, 30.0, lambda block_ids: None)
+def test_the_end_of_a_lease_is_told_once_however_it_comes(table: ExportedBlocks, how: str) -> None:
     lease_id, (block,) = table.lend([offer(1)])
     other, _ = table.lend([offer(2)])
     told: list[str] = []
