@@ -9,15 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from services.decode.kv_loader import GenerateCommand, KvArrival, KvLoader
 
 from process.deadline import Deadline
 from process.errors import Internal
-from services.decode.arrival import Arrival
-from services.decode.intake import Handover, Intake
-from services.worker.provenance import Leg
+from services.worker.provenance import LegProvenance
 from tests.harness.waiting import settled
 
-HANDOVER = Handover(None, ((),), computes_prompt=True)
+HANDOVER = GenerateCommand(None, ((),), computes_prompt=True)
 
 
 async def test_what_the_look_raises_is_raised_in_the_requests_own_task(
@@ -31,7 +30,11 @@ async def test_what_the_look_raises_is_raised_in_the_requests_own_task(
     ask: Any = SimpleNamespace(
         request_id="r", tenant="t", adapter="", prompt_token_ids=(1, 2), beam=None
     )
-    intake, arrival, num_looks = Intake(core, ask, "e", reservation, Leg(2)), Arrival(), 0
+    intake, arrival, num_looks = (
+        KvLoader(core, ask, "e", reservation, LegProvenance(2)),
+        KvArrival(),
+        0,
+    )
 
     def look(*_: Any) -> Any:
         nonlocal num_looks
