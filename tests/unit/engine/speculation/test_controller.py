@@ -507,20 +507,20 @@ def test_of_long_sequences_a_first_trial_asks_for_fewer(num_tokens: int, num_ask
 
 
 @pytest.mark.parametrize(
-    ("each_s", "every", "goes_on"),
-    [(1.5, 1, True), (1.2, 2, True), (3.2, 2, False)],
-    ids=["each call gains", "two calls together gain", "two calls together lose"],
+    ("each_s", "brings", "goes_on"),
+    [(1.5, (1,), True), (1.2, (1, 0), True), (1.2, (1, 0, 1), True), (3.2, (1, 0), False)],
+    ids=["each call gains", "two together gain", "three together gain", "two together lose"],
 )
 def test_what_was_lost_once_is_paid_by_calls_that_gain(
-    each_s: float, every: int, *, goes_on: bool
+    each_s: float, brings: tuple[int, ...], *, goes_on: bool
 ) -> None:
     """And not by 600 steps without guesses: here the first call computes all prompts of two
-    sequences; later ones cost `each_s` plain steps, and each, or every second one, brings 2.7."""
+    sequences; later ones cost `each_s` plain steps, and some of so many bring 2.7."""
     load, budget, num_calls = StepEstimate(2, 2, PLAIN_S, 0.0), CallBudget(), 0
     while num_calls < 60 and budget.take_call(load):
         num_calls += 1
         own_s = 8 * PLAIN_S if num_calls == 1 else each_s * PLAIN_S
-        num_kept = 6 * (num_calls % every == 0)
+        num_kept = 6 * brings[num_calls % len(brings)]
         budget.on_call(load, ProposerCall(2, num_kept, 8, own_s, 0.0))
     assert num_calls == (60 if goes_on else TRIAL)
 
