@@ -12,7 +12,7 @@ import torch
 from baton_kernels.layer_ops import silu_mul
 from baton_kernels.linear import Extras, between_products, linear, linear_reference
 
-from engine.batch import Span
+from engine.batch import TokenSpan
 from engine.layers.linear import FusedLinear
 from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank
 from tests.kernels.conftest import DEVICE, error_of, some
@@ -196,13 +196,13 @@ def test_swiglu_of_many_rows_in_one_launch(
     randn: Callable[..., torch.Tensor],
     poisoned: Callable[..., torch.Tensor],
 ) -> None:
-    from baton_kernels import hopper
+    from baton_kernels import hopper_support
     from baton_kernels.gated_linear_hopper import silu_gated
 
     x = randn(num_rows, depth + 64, dtype=torch.bfloat16)[:, :depth]
     weight = randn(2 * width, depth, dtype=torch.bfloat16) / depth**0.5
     out = poisoned(num_rows, width + 8, dtype=torch.bfloat16)
-    if not hopper.can_gate(x, weight, out[:, :width]):
+    if not hopper_support.can_gate(x, weight, out[:, :width]):
         pytest.skip("not this GPU's, or not this Triton's")
     silu_gated(x, weight, out[:, :width])
     truth = truth_of(x, weight, {"is_gated": True})
@@ -329,7 +329,7 @@ def test_rows_with_an_adapter_are_normed_with_what_it_adds(
     inner, stream = randn(5, depth), randn(5, hidden)
 
     def run(adapters: Sequence[int], *, is_half: bool) -> torch.Tensor:
-        rows.place([Span(0, 1, (index,), slot) for index, slot in enumerate(adapters)])
+        rows.place([TokenSpan(0, 1, (index,), slot) for index, slot in enumerate(adapters)])
         half = maker.room(inner, taker, norm, 1e-5) if is_half else None
         assert (half is not None) == is_half
         x = maker.forward(inner, residual=stream.clone(), leaves=half)

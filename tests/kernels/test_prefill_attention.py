@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels import hopper
-from baton_kernels.block_rows import BlockRows
+from baton_kernels import hopper_support
+from baton_kernels.paged_kv import BlockRows
 from baton_kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -224,7 +224,7 @@ def test_the_cache_is_one_matrix_of_tokens(
     for matrices in (step.rows.keys, step.rows.values):
         assert matrices is not None
         num_rows, size, dim = matrices.shape
-        pitch, num_tokens = hopper.token_matrix(matrices)
+        pitch, num_tokens = hopper_support.token_matrix(matrices)
         tokens = matrices.as_strided((num_tokens, dim), (dim, 1), matrices.storage_offset())
         for row in range(num_rows):
             seen = tokens[row * pitch : row * pitch + size]
@@ -250,7 +250,7 @@ def test_hopper(
     nobody hold NaN."""
     spans = [(0, 700), (300, 1), (1000, 260), (0, 128), (127, 129), (5, 0), (0, 3)]
     step = Step(spans, randn, block_tables, dtype=torch.bfloat16, **shape)
-    if not hopper.can_run(step.query, step.rows):
+    if not hopper_support.can_run(step.query, step.rows):
         pytest.skip("another GPU")
     out = poisoned(*step.query.shape, dtype=torch.bfloat16)
     step.run(out, backend="auto")
@@ -265,7 +265,7 @@ def test_hopper_gives_a_row_the_same_bits_in_every_chunk(
     total = 413
     shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "dim": 128, "size": 16}
     step = Step([(0, total)], randn, block_tables, dtype=torch.bfloat16, **shape)
-    if not hopper.can_run(step.query, step.rows):
+    if not hopper_support.can_run(step.query, step.rows):
         pytest.skip("another GPU")
     whole = step.run(backend="auto")
     for chunks in ([(0, 200), (200, 213)], [(0, 1), (1, 411), (412, 1)], [(0, 128), (128, 285)]):

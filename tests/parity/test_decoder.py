@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.loader import load_model
@@ -96,8 +96,10 @@ def test_bfloat16_logits_are_those_of_transformers_code_but_for_rounding(
             EngineConfig(model=str(tmp_path), device=where, dtype="bfloat16", decoder=decoder)
         )
         model.attach(KvMemory(model.layout, 4, where))
-        first = model.forward(Batch(token_ids[:39], (Span(0, 39, (2, 0, 3)),), tuple(range(39))))
-        last = model.forward(Batch(token_ids[39:], (Span(39, 1, (2, 0, 3)),), (0,)))
+        first = model.forward(
+            Batch(token_ids[:39], (TokenSpan(0, 39, (2, 0, 3)),), tuple(range(39)))
+        )
+        last = model.forward(Batch(token_ids[39:], (TokenSpan(39, 1, (2, 0, 3)),), (0,)))
         logits[decoder] = torch.cat((first, last)).float().cpu()
     error = (logits["own"] - logits["transformers"]).norm() / logits["transformers"].norm()
     assert float(error) < 0.1
@@ -129,7 +131,7 @@ def test_adapters_add_what_merged_weights_compute(
         found: list[list[torch.Tensor]] = [[] for _ in prompts]
         for begins, ends in (([0] * 5, cuts), (cuts, [30] * 5)):
             spans = tuple(
-                Span(begin, end - begin, (2 * i, 2 * i + 1)[: -(-end // 16)],
+                TokenSpan(begin, end - begin, (2 * i, 2 * i + 1)[: -(-end // 16)],
                      model.adapters.slot(name))
                 for i, (name, begin, end) in enumerate(zip(names, begins, ends, strict=True))
             )  # fmt: skip
@@ -170,7 +172,8 @@ def test_exact_logits_do_not_depend_on_the_step(
         for step in steps:
             ids = [token for who, start, end in step for token in tokens[who][start:end]]
             spans = tuple(
-                Span(start, end - start, tables[who][: -(-end // 16)]) for who, start, end in step
+                TokenSpan(start, end - start, tables[who][: -(-end // 16)])
+                for who, start, end in step
             )
             out = model.forward(Batch(tuple(ids), spans, tuple(range(len(ids)))))
             first = 0

@@ -14,7 +14,7 @@ import torch
 
 from engine.engine import LLMEngine
 from engine.errors import InvalidRequest
-from engine.outputs import RequestOutput, TokenLogprobs
+from engine.outputs import PositionLogprobs, RequestOutput
 from engine.request import Beam, Request
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import Tiny
@@ -107,13 +107,13 @@ def test_what_does_not_go_with_an_embedding_is_refused(
 
 def _logprobs(
     engine: LLMEngine, prompts: dict[str, list[int]], scored: set[str]
-) -> dict[str, list[TokenLogprobs]]:
+) -> dict[str, list[PositionLogprobs]]:
     """Of those that are to be scored; all of them decode a few tokens, too."""
     for name, prompt in prompts.items():
         sampling = endless(4, logprobs=1 if name in scored else None)
         wanted = NUM_TOP if name in scored else None
         engine.submit(Request(name, tuple(prompt), sampling, block_hash, prompt_logprobs=wanted))
-    found: dict[str, list[TokenLogprobs]] = {}
+    found: dict[str, list[PositionLogprobs]] = {}
     for event in _finish(engine):
         if event.prompt_logprobs:
             found.setdefault(event.request_id, []).extend(event.prompt_logprobs)
@@ -138,7 +138,7 @@ def test_log_probabilities_are_those_of_a_plain_pass(
         engine.close()
 
 
-def _check_logprobs(tiny: Tiny, prompt: list[int], found: list[TokenLogprobs]) -> None:
+def _check_logprobs(tiny: Tiny, prompt: list[int], found: list[PositionLogprobs]) -> None:
     with torch.inference_mode():
         logits = tiny.oracle(torch.tensor([prompt])).logits[0]
     expected = torch.log_softmax(logits.float(), dim=-1)

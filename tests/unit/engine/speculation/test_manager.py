@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError, PolicyFailed
@@ -41,7 +41,7 @@ from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_
 from engine.models.loader import load_model
 from engine.models.weights import random_weights
 from engine.parking import Parking
-from engine.request import ModelInfo, Request, Sampling, State, StopView
+from engine.request import ModelInfo, Request, RequestState, Sampling, StopView
 from engine.sequence import Key
 from engine.speculation import manager
 from engine.speculation.config import SpeculationConfig
@@ -1030,7 +1030,7 @@ def test_what_a_reader_sees_is_its_own_seconds(monkeypatch: pytest.MonkeyPatch) 
 def _sample(name: str, num_computed: int, **request: Any) -> Any:
     return SimpleNamespace(
         request=SimpleNamespace(**{"beam": None, "hold_after": None, **request}),
-        state=State.RUNNING,
+        state=RequestState.RUNNING,
         token_ids=list(range(num_computed + 1)),
         num_computed_tokens=num_computed,
         key=(name, 0),
@@ -1050,7 +1050,7 @@ def test_what_a_step_leaves_takes_its_own_bytes(wants: HiddenStateScope) -> None
         drawn_of=lambda rows: rows,
         draw_indices=(0, num_tokens + 1),
         batch=SimpleNamespace(
-            spans=[Span(48, 1, (1,)), Span(0, num_tokens, (2,)), Span(58, 1, (3,))],
+            spans=[TokenSpan(48, 1, (1,)), TokenSpan(0, num_tokens, (2,)), TokenSpan(58, 1, (3,))],
         ),
     )
     drawn = every[[0, num_tokens + 1]]
