@@ -15,6 +15,17 @@ from tests.conftest import third
 
 T = TypeVar("T")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDS = DEVICE == "cuda"
+"""Triton's interpreter cuts numbers off where the machine rounds them to bfloat16."""
+PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2 if ROUNDS else 2e-2, torch.float32: 1e-5}
+"""Relative, of products of matrices against float64."""
+
+
+def error_of(out: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative, of the whole result."""
+    assert not out.isnan().any(), "something was not written"
+    wide = truth.double()
+    return float((out.double() - wide).norm() / wide.norm().clamp(min=1e-30))
 
 
 def some(cases: Iterable[T]) -> list[T]:

@@ -1,5 +1,6 @@
 """decode_attention's kernel against plain torch in float64, over odd shapes, with whatever lies
-outside of a sequence's own positions set to NaN. By splits: shares have a file of their own."""
+outside of a sequence's own positions set to NaN. By splits: shares have a file of their own. And
+rotate_and_attend, in one launch, against its two halves."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import attention_plan
 from baton_kernels.attention import decode_attention, decode_attention_reference, rotate_and_attend
+from baton_kernels.attention_plan import Config, Plan, own_workspace
 from baton_kernels.kv_quantization import quantize
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.paged_kv import BlockRows, Tails
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.conftest import DEVICE, block_tables_for, poisoned, some
+from tests.kernels.conftest import DEVICE, block_tables_for, error_of, poisoned, some
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 """Relative, of the whole result: rounding of the weights and of the output."""
@@ -41,6 +44,25 @@ class Shape:
     v_head_dim: int = 16
     block_size: int = 4
     is_latent: bool = False
+
+
+def in_float64(rows: BlockRows) -> BlockRows:
+    """The same numbers; a quantized cache as it is."""
+    if rows.dtype:
+        return rows
+    values = None if rows.values is None else rows.values.double()
+    return dataclasses.replace(rows, keys=rows.keys.double(), values=values)
+
+
+def plan_of(
+    rows: BlockRows, tables: torch.Tensor, num_sequences: int, num_kv_heads: int = 2, **options: Any
+) -> Plan:
+    given: dict[str, Any] = {"window": None, "exact": False, "is_tree": False, "config": None}
+    given |= {"has_tails": False, "num_splits": None} | options
+    num_nodes, dtype = given.pop("num_nodes", 1), given.pop("dtype", torch.float32)
+    return attention_plan.plan_launch(
+        rows, tables, num_sequences, num_kv_heads, num_nodes, dtype, **given
+    )
 
 
 class Cache:
@@ -101,19 +123,13 @@ class Cache:
             found[scales] = torch.where(keep, its, float("nan"))
         return dataclasses.replace(self.rows, dtype=dtype, **found)
 
-    def truth(self, rows: BlockRows | None = None, **options: Any) -> torch.Tensor:
+    def truth(
+        self, rows: BlockRows | None = None, tails: Tails | None = None, **options: Any
+    ) -> torch.Tensor:
         """In float64, from the numbers as they are stored."""
-        rows = rows or self.rows
-        if not rows.dtype:
-            values = None if rows.values is None else rows.values.double()
-            rows = dataclasses.replace(rows, keys=rows.keys.double(), values=values)
-        tails = options.pop("tails", None)
         if tails is not None:
-            raw = tails.rows
-            values = None if raw.values is None else raw.values.double()
-            tails = Tails(
-                dataclasses.replace(raw, keys=raw.keys.double(), values=values), tails.slots
-            )
+            tails = Tails(in_float64(tails.rows), tails.slots)
+        rows = in_float64(rows or self.rows)
         return decode_attention_reference(
             self.query.double(), rows, self.tables, self.ends, tails=tails, **options
         )
@@ -133,9 +149,7 @@ class Cache:
 
 
 def close(out: torch.Tensor, truth: torch.Tensor, tolerance: float | None = None) -> None:
-    assert not out.isnan().any()
-    error = (out.double() - truth).norm() / truth.norm().clamp(min=1e-30)
-    assert error < (tolerance or TOLERANCE[out.dtype]), float(error)
+    assert error_of(out, truth) < (tolerance or TOLERANCE[out.dtype])
 
 
 def lengths(seed: int, count: int, longest: int) -> list[int]:
@@ -190,8 +204,6 @@ def test_one_long_sequence_beside_short_ones(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No program has much more to do than the others, and the numbers are the same."""
-    from baton_kernels import attention_plan
-
     monkeypatch.setattr(attention_plan, "num_sms", lambda _: 4)
     monkeypatch.setattr(attention_plan, "LONG_POSITIONS", 128)
     monkeypatch.setattr(attention_plan, "SPAN_POSITIONS", 64)
@@ -199,10 +211,7 @@ def test_one_long_sequence_beside_short_ones(
     config = dataclasses.replace(
         attention_plan.config_for(cache.rows, 2, torch.float32, False), min_split_positions=16
     )
-    plan = attention_plan.plan_launch(
-        cache.rows, cache.tables, 8, 2, 1, torch.float32, window=None, exact=False, is_tree=False,
-        has_tails=False, config=config, num_splits=None,
-    )  # fmt: skip
+    plan = plan_of(cache.rows, cache.tables, 8, config=config)
     assert plan.num_pairs >= 2 * attention_plan.num_sms(cache.tables.device)  # they fill the device
     assert plan.max_split <= 64 and plan.num_splits >= 400 / 64
     assert plan.num_equal < 400 / 64  # which is what the short ones are cut by
@@ -237,17 +246,12 @@ def test_no_sequence_has_more_splits_than_there_is_room_for(
     draw: random.Random,
 ) -> None:
     """On the device lengths are cut by the same rule (paged_walk_triton.py:extent)."""
-    from baton_kernels import attention_plan
-
     rows = Cache(Shape(), [1], torch.float32, torch.Generator(DEVICE)).rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_plan, "num_sms", lambda _: num_sms)
         patch.setattr(attention_plan, "_MAX_LONG_PART_BYTES", 1 << log_bytes)
-        plan = attention_plan.plan_launch(
-            rows, torch.empty(1, num_blocks, device="meta"), num_sequences, 2, 1, torch.float32,
-            window=window, exact=False, is_tree=is_tree, has_tails=False, config=None,
-            num_splits=None,
-        )  # fmt: skip
+        tables = torch.empty(1, num_blocks, device="meta")
+        plan = plan_of(rows, tables, num_sequences, window=window, is_tree=is_tree)
     tile = plan.config.block_n
     for end in (num_blocks * 4, draw.randint(1, num_blocks * 4)):
         first = max(end - window, 0) // tile * tile if window is not None else 0
@@ -261,21 +265,14 @@ def test_no_sequence_has_more_splits_than_there_is_room_for(
 
 def test_many_wide_trees_are_not_cut_at_all() -> None:
     """Their parts take more room than there is, also when no sequence is cut."""
-    from baton_kernels import attention_plan
-
     cache = Cache(Shape(), [5], torch.float32, torch.Generator(DEVICE))
-    plan = attention_plan.plan_launch(
-        cache.rows, cache.tables, 1 << 16, 4, 64, torch.float32, window=None, exact=False,
-        is_tree=True, has_tails=False, config=None, num_splits=None,
-    )  # fmt: skip
+    plan = plan_of(cache.rows, cache.tables, 1 << 16, 4, num_nodes=64, is_tree=True)
     assert plan.num_splits == 1 and plan.merges == 0
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 33])
 @pytest.mark.parametrize("max_positions", [100, 4096, 4097, 8320, 30320, 131072])
 def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positions: int) -> None:
-    from baton_kernels import attention_plan
-
     num_splits, max_split = attention_plan.cut_long(wanted, max_positions)
     assert num_splits * max_split >= max_positions and num_splits >= wanted
     if max_positions <= wanted * attention_plan.LONG_POSITIONS:
@@ -301,8 +298,6 @@ def test_other_configs(
     block_size: int, fields: tuple[Any, ...], generator: torch.Generator, seed: int
 ) -> None:
     """A tile in one block, in two, in more; parts that a kernel of their own merges."""
-    from baton_kernels.attention_plan import Config
-
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=32, block_size=block_size)
     cache = Cache(shape, lengths(seed, 4, 150), torch.bfloat16, generator)
     for options in ({"num_splits": 4}, {"num_splits": 1, "window": 77}):
@@ -478,8 +473,6 @@ def test_behind_the_kernel_that_writes(is_one_launch: bool) -> None:
 
 def test_counters_are_left_at_zero(generator: torch.Generator, seed: int) -> None:
     """The next launch, or the graph's next replay, finds what this one found."""
-    from baton_kernels.attention_plan import own_workspace
-
     cache = Cache(Shape(), lengths(seed, 3, 180), torch.float32, generator)
     first = cache.kernel(scaling=0.3, num_splits=4)
     assert not own_workspace(cache.query.device).counters.any()
@@ -524,3 +517,116 @@ def test_reference_reads_nothing_that_is_not_own(
     )
     close(out, cache.truth(scaling=0.3))
     assert not out[1].any()
+
+
+def copied(rows: BlockRows) -> BlockRows:
+    assert rows.values is not None
+    return dataclasses.replace(rows, keys=rows.keys.clone(), values=rows.values.clone())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shares"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "float32 by shares"],
+)
+@pytest.mark.parametrize(
+    ("shape", "norms", "window"),
+    some(
+        [
+            (Shape(), False, None),
+            (
+                Shape(num_heads=5, num_kv_heads=1, head_dim=32, v_head_dim=32, block_size=16),
+                True,
+                30,
+            ),
+            (
+                Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=1),
+                True,
+                None,
+            ),
+            (Shape(num_heads=34, num_kv_heads=2), True, None),  # two launches
+            (Shape(head_dim=24, v_head_dim=24), False, None),  # two launches
+        ]
+    ),
+    ids=str,
+)
+def test_rotate_and_attend_in_one_launch_is_two(
+    shape: Shape,
+    norms: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    shares: bool,
+    generator: torch.Generator,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_plan, "suits_shares", lambda *_: shares)
+    draw = random.Random(seed)
+    ends = [draw.randint(1, 120), 0, shape.block_size + 1, 1, draw.randint(64, 70)]
+    cache = Cache(shape, ends, dtype, generator)
+    dim, num_kv_heads = shape.head_dim, shape.num_kv_heads
+    positions = torch.tensor(ends, dtype=torch.int32, device=DEVICE) - 1
+    # The newest token's slot is NaN until it is written.
+    for index, end in enumerate(ends):
+        if end:
+            block = cache.tables[index, (end - 1) // shape.block_size][None]
+            ids = cache.rows.row_ids(block)[:, 0]
+            for matrices in (cache.rows.keys, cache.rows.values):
+                assert matrices is not None
+                matrices[ids, (end - 1) % shape.block_size] = float("nan")
+
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, device=DEVICE)
+
+    qkv = randn(len(ends), (shape.num_heads + 2 * num_kv_heads) * dim).to(dtype)
+    angles = randn(128, dim // 2)
+    options: dict[str, Any] = {"num_heads": shape.num_heads}
+    if norms:
+        options |= {name: randn(dim).to(dtype) for name in ("q_norm", "k_norm")}
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    theirs, ours = copied(cache.rows), copied(cache.rows)
+    query = rotate_and_write(
+        qkv, positions, cos_sin, theirs, cache.tables, backend="reference", **options
+    )
+    truth = decode_attention(
+        query, theirs, cache.tables, positions + 1, scaling=0.3, window=window, backend="reference"
+    )
+    out = poisoned(len(ends), shape.num_heads, dim, dtype=dtype)
+    rotate_and_attend(
+        qkv, positions, cos_sin, ours, cache.tables,
+        scaling=0.3, window=window, out=out, backend="triton", **options,
+    )  # fmt: skip
+    close(out, truth.double(), 3e-2 if dtype == torch.bfloat16 else None)
+    for got, want in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        assert got is not None and want is not None
+        assert torch.equal(got.isnan(), want.isnan())
+        close(got.nan_to_num(0), want.nan_to_num(0).double())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"qkv": torch.zeros(2, 100)}, "qkv"),
+        ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions"),
+        ({"cos_sin": torch.zeros(9, 8)}, "cos_sin"),
+        ({"block_tables": torch.zeros(1, 2, dtype=torch.int32)}, "block_tables"),
+        ({"q_norm": torch.zeros(16)}, "k_norm"),
+        ({"q_norm": torch.zeros(8), "k_norm": torch.zeros(8)}, "q_norm"),
+        ({"out": torch.zeros(2, 4, 8)}, "out"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+    ],
+)
+def test_what_does_not_fit_into_one_launch_is_named(change: dict[str, Any], named: str) -> None:
+    matrices = torch.zeros(4, 4, 16)
+    arguments: dict[str, Any] = {
+        "qkv": torch.zeros(2, 8 * 16),
+        "positions": torch.zeros(2, dtype=torch.int32),
+        "cos_sin": torch.zeros(9, 16),
+        "rows": BlockRows(matrices, matrices, 16, 2, 2, 1),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "num_heads": 4,
+        "scaling": 1.0,
+        "backend": "triton",
+    }
+    with pytest.raises(ValueError, match=named):
+        rotate_and_attend(**(arguments | change))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels import prefill_attention_triton
+from baton_kernels import attention_plan, attention_triton, prefill_attention_triton
 from baton_kernels.attention import decode_attention, decode_attention_reference, tree_attention
 
 from tests.kernels.conftest import DEVICE, poisoned, some
-from tests.kernels.test_attention import Cache, Shape, close
+from tests.kernels.test_attention import Cache, Shape, close, in_float64, plan_of
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -65,16 +65,9 @@ def test_decode_is_chunk(
         )  # fmt: skip
         assert torch.equal(decoded[0], whole[position - first]), position
         truth = decode_attention_reference(
-            single.double(), _double(cache), cache.tables, ints(position + 1), **given
+            single.double(), in_float64(cache.rows), cache.tables, ints(position + 1), **given
         )
         close(decoded, truth)
-
-
-def _double(cache: Cache) -> Any:
-    rows = cache.rows
-    assert rows.values is not None
-    fields = (rows.v_head_dim, rows.num_heads, rows.rows_per_block, rows.head_step)
-    return type(rows)(rows.keys.double(), rows.values.double(), *fields)
 
 
 def test_a_chunk_in_a_batch(generator: torch.Generator, seed: int) -> None:
@@ -118,8 +111,6 @@ def test_one_after_the_other_where_sequences_fill_the_device_or_parts_would_be_t
     what: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits as with parts, and padding gives zeros."""
-    from baton_kernels import attention_plan, attention_triton
-
     merges: list[bool] = []
     launched = attention_triton.launch_splits
 
@@ -145,12 +136,7 @@ def test_a_sequence_that_may_be_long_is_cut(
     num_positions: int, is_serial: bool, generator: torch.Generator
 ) -> None:
     """However many sequences there are: the others would wait for its one program."""
-    from baton_kernels import attention_plan
-
     rows = Cache(Shape(block_size=16), [16], torch.bfloat16, generator).rows
     tables = torch.zeros(512, num_positions // 16, dtype=torch.int32, device=DEVICE)
-    plan = attention_plan.plan_launch(
-        rows, tables, 512, 2, 1, torch.bfloat16, window=None, exact=True, is_tree=False,
-        has_tails=False, config=None, num_splits=None,
-    )  # fmt: skip
+    plan = plan_of(rows, tables, 512, dtype=torch.bfloat16, exact=True)
     assert plan.is_serial == is_serial == (plan.num_splits == 1)

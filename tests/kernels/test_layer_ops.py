@@ -11,17 +11,12 @@ import torch
 from baton_kernels import layer_ops
 from baton_kernels.paged_kv import BlockRows
 
+from tests.kernels.conftest import ROUNDS, error_of
+
 Tensors = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16)
-ROUNDS = torch.cuda.is_available()
-"""Triton's interpreter cuts numbers off where the machine rounds them to bfloat16."""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-3 if ROUNDS else 8e-3}
 """Relative, against float64: one rounding to bfloat16 is at most 2^-8, one cut 2^-7."""
-
-
-def relative(out: torch.Tensor, truth: torch.Tensor) -> float:
-    assert out.isfinite().all()
-    return float((out.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
 def wide(x: torch.Tensor, gap: int = 3) -> torch.Tensor:
@@ -43,9 +38,9 @@ def test_rms_norm(
     numbers = x.double()
     truth = numbers / (numbers.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert result is out
-    assert relative(out, truth) < TOLERANCE[dtype]
+    assert error_of(out, truth) < TOLERANCE[dtype]
     reference = layer_ops.rms_norm(x, weight, 1e-5, backend="reference")
-    assert relative(reference, truth) < TOLERANCE[dtype]
+    assert error_of(reference, truth) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +53,7 @@ def test_silu_mul(
     out = poisoned(num_rows, width, dtype=dtype)
     layer_ops.silu_mul(gate_up, out=out, backend="triton")
     gate, up = gate_up.double().chunk(2, dim=1)
-    assert relative(out, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+    assert error_of(out, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
 class Cache:
@@ -144,7 +139,7 @@ def test_rotate_and_write(
     )
     exact = layer_ops.rotate_reference(qkv.double(), positions, cos_sin, **options)
     for (name, result), truth in zip(out.items(), exact, strict=True):
-        assert relative(result, truth) < TOLERANCE[dtype], name
+        assert error_of(result, truth) < TOLERANCE[dtype], name
         assert not result[2].any(), "padding is zero"
     expected = Cache(len(cache.numbers), num_kv_heads, size, dim, dtype, device)
     for token, sequence in enumerate(sequences):
@@ -161,8 +156,8 @@ def test_rotate_and_write(
         qkv, positions, cos_sin, other.rows, tables, sequence_ids, **options, **written,
         backend="reference",
     )  # fmt: skip
-    assert relative(result, exact[0]) < TOLERANCE[dtype]
-    assert relative(other.numbers, cache.numbers) < TOLERANCE[dtype]
+    assert error_of(result, exact[0]) < TOLERANCE[dtype]
+    assert error_of(other.numbers, cache.numbers) < TOLERANCE[dtype]
 
 
 def test_rotation_turns_pairs_by_the_angle(device: str) -> None:

@@ -18,16 +18,12 @@ from baton_kernels.lora import (
     tiles_of,
 )
 
-from tests.kernels.conftest import DEVICE, some
+from tests.kernels.conftest import DEVICE, PRODUCT_TOLERANCE, error_of, some
 
 Randn = Callable[..., torch.Tensor]
-TOLERANCE = 1e-2 if DEVICE == "cuda" else 2e-2
-"""Triton's interpreter cuts bfloat16 off where the hardware rounds."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, TOLERANCE), (torch.float32, 1e-5)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRODUCT_TOLERANCE.items(), ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "width", "depth", "rank", "num_slots"),
     some(
@@ -62,13 +58,13 @@ def test_equals_float64(
     truth = before[:, :width].double()
     add_lora_reference(truth, x.double(), a.double(), b.double(), rows)
     assert add_lora(out, x, a, b, rows, backend="triton") is out
-    assert float((out.double() - truth).norm() / truth.norm()) < tolerance
+    assert error_of(out, truth) < tolerance
     without = torch.tensor([slot < 0 for slot in slots], device=DEVICE)
     assert torch.equal(wider[without], before[without])
     assert torch.equal(wider[:, width:], before[:, width:]), "written beside the output"
 
     reference = add_lora(before[:, :width].clone(), x, a, b, rows, backend="reference")
-    assert float((reference.double() - truth).norm() / truth.norm()) < tolerance
+    assert error_of(reference, truth) < tolerance
 
 
 def test_a_row_does_not_depend_on_the_others(randn: Randn) -> None:

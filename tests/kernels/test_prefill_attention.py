@@ -16,11 +16,9 @@ from baton_kernels.prefill_attention import (
     prefill_attention_reference,
 )
 
-from tests.kernels.conftest import some
+from tests.kernels.conftest import ROUNDS, error_of, some
 
 Tensors = Callable[..., torch.Tensor]
-ROUNDS = torch.cuda.is_available()
-"""Triton's interpreter cuts numbers off where the machine rounds them to bfloat16."""
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3 if ROUNDS else 1.2e-2}
 """Relative, against float64."""
 
@@ -116,11 +114,6 @@ class Step:
         return torch.cat(found)
 
 
-def relative(out: torch.Tensor, truth: torch.Tensor) -> float:
-    assert out.isfinite().all()
-    return float((out.double() - truth.double()).norm() / truth.double().norm())
-
-
 RAGGED = [(0, 9), (30, 21), (64, 1), (5, 0)]
 
 
@@ -150,8 +143,8 @@ def test_ragged_batch(
     step = Step(RAGGED, randn, block_tables, dtype=dtype, **shape)
     out = poisoned(*step.query.shape[:2], step.rows.v_head_dim, dtype=dtype)
     assert step.run(out) is out
-    assert relative(out, step.truth()) < TOLERANCE[dtype]
-    assert relative(step.run(backend="reference"), step.truth()) < TOLERANCE[dtype]
+    assert error_of(out, step.truth()) < TOLERANCE[dtype]
+    assert error_of(step.run(backend="reference"), step.truth()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -172,15 +165,15 @@ def test_windows_caps_and_sinks(
     step = Step([(30, 41), (0, 1)], randn, block_tables)
     if has_sinks:
         options = options | {"sinks": randn(4) * 3}
-    assert relative(step.run(**options), step.truth(**options)) < TOLERANCE[torch.float32]
+    assert error_of(step.run(**options), step.truth(**options)) < TOLERANCE[torch.float32]
 
 
 def test_scores_beyond_the_range_of_exp(randn: Tensors, block_tables: Tensors) -> None:
     """Scores of some thousands: the softmax is of differences."""
     step = Step([(3, 20)], randn, block_tables)
-    assert relative(step.run(scaling=300.0), step.truth(scaling=300.0)) < 1e-3
+    assert error_of(step.run(scaling=300.0), step.truth(scaling=300.0)) < 1e-3
     assert (
-        relative(step.run(scaling=300.0, softcap=9.0), step.truth(scaling=300.0, softcap=9.0))
+        error_of(step.run(scaling=300.0, softcap=9.0), step.truth(scaling=300.0, softcap=9.0))
         < 1e-3
     )
 
@@ -206,7 +199,7 @@ def test_a_row_does_not_depend_on_its_chunk(
             if ROUNDS:
                 assert torch.equal(part, whole[start : start + count])
             else:  # numpy's products depend on where in a matrix a row stands
-                assert relative(part, whole[start : start + count]) < TOLERANCE[dtype]
+                assert error_of(part, whole[start : start + count]) < TOLERANCE[dtype]
 
 
 def test_strided_input_and_output(randn: Tensors, block_tables: Tensors, poisoned: Tensors) -> None:
@@ -218,7 +211,7 @@ def test_strided_input_and_output(randn: Tensors, block_tables: Tensors, poisone
     step.query = wide[:, 2:6]
     out = poisoned(11, 6, 32, dtype=torch.float32)
     step.run(out[:, 1:5])
-    assert relative(out[:, 1:5], truth) < TOLERANCE[torch.float32]
+    assert error_of(out[:, 1:5], truth) < TOLERANCE[torch.float32]
     assert out[:, 0].isnan().all() and out[:, 5].isnan().all()
 
 
@@ -261,7 +254,7 @@ def test_hopper(
         pytest.skip("another GPU")
     out = poisoned(*step.query.shape, dtype=torch.bfloat16)
     step.run(out, backend="auto")
-    assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+    assert error_of(out, step.truth()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu

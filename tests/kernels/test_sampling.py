@@ -111,7 +111,7 @@ def test_masses_are_exponentials(generator: torch.Generator) -> None:
 def test_mixed_rows(dtype: torch.dtype, seed: int, randn: Callable[..., torch.Tensor]) -> None:
     """Every kind of row at once; rows of a wider matrix, so they lie apart."""
     rng = random.Random(seed)
-    shapes = [(37, 4097, 1), (64, 32_001, 8), (80, 151_936, 16)] if ON_GPU else [(7, 4097, 2)]
+    shapes = [(37, 4097, 1), (64, 32_001, 8), (80, 151_936, 16)] if ON_GPU else [(7, 1537, 2)]
     for num_rows, num_tokens, splits in shapes:
         samplings = [_sampling(rng, num_tokens) for _ in range(num_rows)]
         positions = [rng.randrange(1 << 20) for _ in range(num_rows)]
@@ -132,7 +132,7 @@ def test_a_large_vocabulary(seed: int, randn: Callable[..., torch.Tensor]) -> No
 def test_equal_logits_and_edges_within_them(seed: int) -> None:
     """Ties at an edge stay in; the lowest id wins among equals; all of a row in one bin."""
     generator = torch.Generator().manual_seed(seed)
-    num_tokens = 5000 if ON_GPU else 1500  # more than a list holds
+    num_tokens = 5000 if ON_GPU else 1100  # more than a list holds
     coarse = torch.randint(0, 4, (4, num_tokens), generator=generator) * 2.0
     flat = torch.zeros(2, num_tokens)
     signed = torch.where(torch.arange(num_tokens) % 2 == 0, -0.0, 0.0)[None]
@@ -158,10 +158,10 @@ def test_equal_logits_and_edges_within_them(seed: int) -> None:
 def test_a_list_that_overflows_is_read_from_the_row(
     list_length: int, seed: int, randn: Callable[..., torch.Tensor]
 ) -> None:
-    num_tokens = 3000
+    num_tokens, top_k = (3000, 2000) if ON_GPU else (1300, 1200)
     logits = randn(2, num_tokens) * 1e-3
     logits[:, 5] = 3.0
-    kinds = [{"top_k": 2000}, {"top_k": 2000, "top_p": 0.8}]
+    kinds = [{"top_k": top_k}, {"top_k": top_k, "top_p": 0.8}]
     samplings = [Sampling(max_tokens=1, temperature=1.0, seed=seed, **kind) for kind in kinds]
     rows = _rows(samplings, [1, 2])
     drawn = _by_kernels(logits, rows, splits=1, list_length=list_length)
@@ -177,7 +177,7 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
     from baton_kernels import sampling_triton
 
     num_rows = 12 if LONG else 4  # two of three come to it
-    logits = randn(num_rows, 1000) * 2
+    logits = randn(num_rows, 1000 if LONG else 250) * 2
     kind = {"temperature": 1.0, "top_p": 0.3}
     samplings = [Sampling(max_tokens=1, seed=seed + row, **kind) for row in range(num_rows)]
     calls: list[int] = []
@@ -197,9 +197,10 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
 
 def test_masked_rows_draw_from_what_is_left(seed: int, randn: Callable[..., torch.Tensor]) -> None:
     """As a grammar leaves them: whole tiles of -inf."""
-    logits = randn(3, 5000) * 3
-    logits[:, :4000] = -torch.inf
-    logits[1, 4003:] = -torch.inf
+    num_tokens, first = (5000, 4000) if ON_GPU else (500, 400)
+    logits = randn(3, num_tokens) * 3
+    logits[:, :first] = -torch.inf
+    logits[1, first + 3 :] = -torch.inf
     kind = {"temperature": 1.0, "top_p": 0.9}
     samplings = [Sampling(max_tokens=1, seed=seed, **kind) for _ in range(3)]
     rows = _rows(samplings, [1, 2, 3])
@@ -211,9 +212,9 @@ def test_masked_rows_draw_from_what_is_left(seed: int, randn: Callable[..., torc
 def test_rows_that_are_no_numbers_say_so(seed: int, randn: Callable[..., torch.Tensor]) -> None:
     """And reach no neighbour; their token is an id all the same."""
     nan, infinity = float("nan"), float("inf")
-    logits = randn(6, 1500)
-    logits[0, [70, 1400]] = nan
-    logits[1, [900, 71]] = infinity
+    logits = randn(6, 1500 if ON_GPU else 250)
+    logits[0, [70, 240]] = nan
+    logits[1, [200, 71]] = infinity
     logits[2] = -infinity
     logits[3, ::2] = -infinity
     logits[4, 3:] = -infinity

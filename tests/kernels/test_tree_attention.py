@@ -15,7 +15,10 @@ from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.paged_kv import BlockRows
 
 from tests.kernels.conftest import DEVICE, poisoned, some
-from tests.kernels.test_attention import SHAPES, Cache, Shape, close
+from tests.kernels.test_attention import SHAPES, Cache, Shape, close, in_float64
+
+BYTES = torch.zeros(4, 4, 16, dtype=torch.int8)
+QUANTIZED = BlockRows(BYTES, BYTES, 16, 2, 2, 1, torch.ones(4, 1), torch.ones(4, 1), "int8")
 
 
 def random_tree(draw: random.Random, num_nodes: int) -> list[int]:
@@ -81,13 +84,10 @@ class Trees:
         return out[:-2]
 
     def truth(self, **options: Any) -> torch.Tensor:
-        rows = self.cache.rows
-        values = None if rows.values is None else rows.values.double()
-        fields = (rows.v_head_dim, rows.num_heads, rows.rows_per_block, rows.head_step)
-        rows = BlockRows(rows.keys.double(), values, *fields)
-        return tree_attention_reference(self.query.double(), rows, *self.arguments(), **options)[
-            :-2
-        ]
+        found = tree_attention_reference(
+            self.query.double(), in_float64(self.cache.rows), *self.arguments(), **options
+        )
+        return found[:-2]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,7 @@ def test_what_a_node_does_not_see_cannot_reach_it(generator: torch.Generator, se
         ({"visible": torch.zeros(6, 4)}, "visible"),
         ({"max_num_nodes": 5}, "max_num_nodes"),
         ({"num_cached": torch.zeros(2)}, "num_cached"),
+        ({"rows": QUANTIZED}, "quantized"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
@@ -262,14 +263,3 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
     }
     with pytest.raises(ValueError, match=named):
         tree_attention(**(arguments | change))
-
-
-def test_a_quantized_cache_is_refused() -> None:
-    matrices, scales = torch.zeros(4, 4, 16, dtype=torch.int8), torch.ones(4, 1)
-    rows = BlockRows(matrices, matrices, 16, 2, 2, 1, scales, scales, "int8")
-    ints = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="quantized"):
-        tree_attention(
-            torch.zeros(2, 4, 16), rows, ints[:2, None], ints[:2], ints, ints[:2],
-            torch.zeros(2, 2, dtype=torch.bool), max_num_nodes=1, scaling=1.0,
-        )  # fmt: skip

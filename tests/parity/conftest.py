@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
 from tests.conftest import SESSION_SEED
 from tests.harness.engines import all_events, block_hash
-from tests.harness.models import FAMILIES, Tiny, save
+from tests.harness.models import FAMILIES, VOCAB_SIZE, Tiny, save
+
+DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+ROUTES = [
+    ("llama", "transformers"),
+    ("mistral-window", "transformers"),
+    ("llama", "own"),
+    ("qwen3", "own"),
+]
+"""(family, decoder)"""
+
+
+def endless(max_tokens: int, **fields: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def random_sampling(rng: random.Random, max_tokens: int) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        temperature=rng.choice([0.0, 0.7, 1.0, 3.0]),
+        top_k=rng.choice([0, 0, 5, 50]),
+        top_p=rng.choice([1.0, 0.9, 0.5]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.getrandbits(64),
+        sample_index=rng.randrange(4),
+    )
+
+
+def prompts_of(
+    rng: random.Random, lengths: Iterable[int], vocab_size: int = VOCAB_SIZE
+) -> dict[str, list[int]]:
+    """Random ones, by their place."""
+    return {
+        str(place): [rng.randrange(2, vocab_size) for _ in range(length)]
+        for place, length in enumerate(lengths)
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""Our own decoder == unmodified transformers, token for token: greedy and sampled, ragged batches,
-chunks beside decodes, prefix hits, adapters, quantized caches. On the GPU, too, where there is one:
-then these are its kernels' numbers."""
+"""Our own decoder against transformers' code: sampled tokens, quantized caches, bfloat16, adapters;
+and exact mode. (Greedy tokens: test_greedy.py.) On the GPU, too, where there is one: then these are
+its kernels' numbers."""
 
 from __future__ import annotations
 
@@ -12,96 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints.resolve import bundled_names
 from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.loader import load_model
-from engine.request import Sampling
-from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.models import FAMILIES, VOCAB_SIZE, Tiny, save
+from tests.parity.conftest import DEVICES, endless, prompts_of, random_sampling
 
-DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 127, 129, 256, 300]
 NUM_OUTPUT = 10
-BUDGETS = [7, 33, 512]
-# Each run takes four families, by its seed; the full run all.
-CHOSEN = sorted(FAMILIES) if LONG else random.Random(SESSION_SEED).sample(sorted(FAMILIES), 4)
 
 
-def _prompts(rng: random.Random, count: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
-    lengths = rng.sample(EDGES, min(count, len(EDGES)))
-    lengths += [rng.randint(1, 300) for _ in range(count - len(lengths))]
-    return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
-
-
-def _greedy(max_tokens: int = NUM_OUTPUT) -> Sampling:
-    return Sampling(max_tokens=max_tokens, ignore_eos=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", CHOSEN)
-@pytest.mark.timeout(600)
-def test_a_ragged_batch_equals_transformers(
-    family: str,
-    device: str,
-    get_wide: Callable[[str], Tiny],
-    load: Callable[..., Any],
-    run: Callable[..., Any],
-    seed: int,
-    scale: Callable[[int], int],
-) -> None:
-    """Small budgets cut prompts into chunks that share steps with decodes; the second run finds
-    every prompt's blocks."""
-    rng = random.Random(f"{seed} own {family}")
-    tiny = get_wide(family)
-    prompts = _prompts(rng, scale(120))
-    expected = {str(i): tiny.generate(prompt, NUM_OUTPUT) for i, prompt in enumerate(prompts)}
-    requests = {str(i): (prompt, _greedy()) for i, prompt in enumerate(prompts)}
-    budget = rng.choice(BUDGETS)
-    engine = load(
-        tiny.path,
-        decoder="own",
-        device=device,
-        max_num_tokens_per_step=budget,
-        max_num_running=min(budget, 7),
-    )
-    assert engine.model_info.decoder == "own"
-    for is_hit in (False, True):
-        before = engine.stats().num_local_prefix_tokens
-        outputs = run(engine, requests)
-        for name, tokens in outputs.items():
-            assert tokens == expected[name], (family, budget, is_hit, len(requests[name][0]))
-        if is_hit:
-            hit = engine.stats().num_local_prefix_tokens - before
-            assert hit == sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block_size", [1, 32])
-def test_the_block_size_changes_no_token(
-    block_size: int,
-    device: str,
-    get_wide: Callable[[str], Tiny],
-    load: Callable[..., Any],
-    run: Callable[..., Any],
-    seed: int,
-) -> None:
-    rng = random.Random(f"{seed} own {block_size}")
-    tiny = get_wide("mistral-window")
-    engine = load(
-        tiny.path,
-        decoder="own",
-        device=device,
-        block_size=block_size,
-        max_num_tokens_per_step=20,
-        max_num_running=4,
-    )
-    prompts = {str(n): [rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, 31, 33)}
-    outputs = run(engine, {name: (prompt, _greedy()) for name, prompt in prompts.items()})
-    for name, prompt in prompts.items():
-        assert outputs[name] == tiny.generate(prompt, NUM_OUTPUT)
+def _prompts(rng: random.Random, count: int) -> dict[str, list[int]]:
+    lengths = rng.sample(EDGES, count)
+    return prompts_of(rng, lengths)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,39 +40,13 @@ def test_a_sampled_token_depends_on_its_request_alone(
     """The same draws as through transformers' code on CPU, whatever the batch."""
     rng = random.Random(f"{seed} own sampled")
     path = get_wide("qwen3").path
-    requests = {}
-    for index in range(8):
-        sampling = Sampling(
-            max_tokens=NUM_OUTPUT,
-            ignore_eos=True,
-            temperature=rng.choice([0.7, 1.0, 3.0]),
-            top_k=rng.choice([0, 0, 5, 50]),
-            top_p=rng.choice([1.0, 0.9]),
-            min_p=rng.choice([0.0, 0.05]),
-            seed=rng.getrandbits(64),
-        )
-        prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 100))]
-        requests[str(index)] = (prompt, sampling)
+    prompts = prompts_of(rng, (rng.randint(1, 100) for _ in range(8)))
+    requests = {name: (own, random_sampling(rng, NUM_OUTPUT)) for name, own in prompts.items()}
     expected = run(load(path, decoder="transformers"), requests)
     for budget in (512, 33):
         engine = load(path, decoder="own", device=device, max_num_tokens_per_step=budget,
                       max_num_running=min(budget, 5))  # fmt: skip
         assert run(engine, requests) == expected
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", bundled_names())
-def test_the_bundled_models_equal_transformers_code(
-    name: str, device: str, load: Callable[..., Any], run: Callable[..., Any], seed: int
-) -> None:
-    """A trained model: its logits are as close together as real ones are."""
-    rng = random.Random(f"{seed} own {name}")
-    oracle = load(name, decoder="transformers", dtype="float32")
-    engine = load(name, decoder="own", device=device, dtype="float32", max_num_tokens_per_step=50,
-                  max_num_running=20)  # fmt: skip
-    prompts = _prompts(rng, 4, engine.model_info.vocab_size)
-    requests = {str(i): (prompt, _greedy(16)) for i, prompt in enumerate(prompts)}
-    assert run(engine, requests) == run(oracle, requests)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,7 +71,8 @@ def test_another_cache_dtype_gives_the_tokens_of_transformers_code(
         "max_num_tokens_per_step": 40,
         "max_num_running": 4,
     }
-    requests = {str(i): (prompt, _greedy()) for i, prompt in enumerate(_prompts(rng, 4))}
+    prompts = _prompts(rng, 4)
+    requests = {name: (prompt, endless(NUM_OUTPUT)) for name, prompt in prompts.items()}
     expected = run(load(path, decoder="transformers", **fields), requests)
     engine = load(path, decoder="own", device=device, **fields)
     assert engine.model_info.decoder == "own"
@@ -300,8 +200,7 @@ def test_exact_tokens_do_not_depend_on_the_engine(
     prefix hits and graphs, and with steps launched ahead or not."""
     rng = random.Random(f"{seed} exact engine")
     path = get_wide("qwen3").path
-    prompts = _prompts(rng, 12)
-    requests = {str(i): (prompt, _greedy(40)) for i, prompt in enumerate(prompts)}
+    requests = {name: (prompt, endless(40)) for name, prompt in _prompts(rng, 12).items()}
     fields: dict[str, Any] = {
         "decoder": "own", "device": "cuda:0", "dtype": "bfloat16", "exact": True
     }  # fmt: skip

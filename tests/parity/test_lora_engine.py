@@ -26,13 +26,13 @@ from engine.errors import (
 )
 from engine.lora.adapter import WEIGHTS
 from engine.lora.limits import LoraLimits
-from engine.request import Beam, Request, Sampling
+from engine.request import Beam, Request
 from tests.conftest import SESSION_SEED
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.engines import all_events, hasher
-from tests.harness.models import VOCAB_SIZE, Tiny
+from tests.harness.models import Tiny
+from tests.parity.conftest import DEVICES, endless, prompts_of
 
-DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 TIE = 1e-3
 """Of the oracle's logits, which are whole numbers apart: nearer than that both tokens are right."""
 NUM_OUTPUT = 10
@@ -64,6 +64,26 @@ def oracles(tiny: Tiny, folders: dict[str, Path]) -> dict[str, Tiny]:
     return found
 
 
+@pytest.fixture
+def make(
+    tiny: Tiny, folders: dict[str, Path], load: Callable[..., LLMEngine]
+) -> Callable[..., LLMEngine]:
+    """`make(*adapters, <EngineConfig fields>)`"""
+
+    def go(*adapters: str, **fields: Any) -> LLMEngine:
+        engine = load(tiny.path, **fields)
+        for name in adapters:
+            engine.load_adapter(name, folders[name])
+        return engine
+
+    return go
+
+
+Make = Callable[..., LLMEngine]
+Tinies = dict[str, Tiny]
+Folders = dict[str, Path]
+
+
 def ask(
     engine: LLMEngine, name: str, prompt: Sequence[int], adapter: str, **fields: Any
 ) -> Request:
@@ -71,8 +91,9 @@ def ask(
     digests = {info.name: info.digest for info in engine.adapters()} | {"": ""}
     fields = {"cache_root": digests.get(adapter, "none").encode()} | fields
     root = hashlib.blake2b(fields["cache_root"], digest_size=32).digest()
-    sampling = Sampling(max_tokens=NUM_OUTPUT, ignore_eos=True)
-    return Request(name, tuple(prompt), sampling, hasher(root), adapter=adapter, **fields)
+    return Request(
+        name, tuple(prompt), endless(NUM_OUTPUT), hasher(root), adapter=adapter, **fields
+    )
 
 
 def finish(engine: LLMEngine) -> dict[str, list[int]]:
@@ -86,36 +107,27 @@ def finish(engine: LLMEngine) -> dict[str, list[int]]:
 
 def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
     for request in requests:
-        engine.reserve(request)
-        engine.start(request.request_id)
+        engine.submit(request)
     return finish(engine)
 
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+    return prompts_of(rng, [length])["0"]
 
 
 @pytest.mark.timeout(300)
 def test_tokens_equal_merged_weights(
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    seed: int,
-    scale: Callable[[int], int],
+    oracles: Tinies, make: Make, seed: int, scale: Callable[[int], int]
 ) -> None:
     """Prompts that share their beginnings, under every adapter, twice: the second time from the
     cache."""
     rng = random.Random(f"{seed} lora")
-    engine = load(
-        oracles[""].path, max_num_tokens_per_step=rng.choice([9, 24, 100]), max_num_running=8
-    )
-    for name, folder in folders.items():
-        engine.load_adapter(name, folder)
+    engine = make(*"abc", max_num_tokens_per_step=rng.choice([9, 24, 100]), max_num_running=8)
     stems = [prompt_of(rng, 50) for _ in range(2)]
     cases = []
     for index in range(max(12, scale(100))):
         prompt = rng.choice(stems)[: rng.randint(1, 50)] + prompt_of(rng, rng.randint(1, 40))
-        cases.append((str(index), prompt, rng.choice(["", *folders])))
+        cases.append((str(index), prompt, rng.choice(["", *"abc"])))
     expected = {
         name: oracles[adapter].generate(prompt, NUM_OUTPUT) for name, prompt, adapter in cases
     }
@@ -128,12 +140,12 @@ def test_tokens_equal_merged_weights(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prompts", [False, True], ids=["decodes", "prompts"])
 def test_launched_rows_have_their_adapters(
+    *,
     prompts: bool,
     device: str,
-    tiny: Tiny,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
+    oracles: Tinies,
+    folders: Folders,
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
@@ -143,7 +155,7 @@ def test_launched_rows_have_their_adapters(
     rng = random.Random(f"{seed} launched")
     fields: dict[str, Any] = {"max_num_running": 6, "max_num_tokens_per_step": 60}
     fields["overlap_prompts"] = prompts
-    engine = load(tiny.path, decoder="own", device=device, lora=limits, **fields)
+    engine = make(decoder="own", device=device, lora=limits, **fields)
     launched: list[set[int]] = []
     taking: list[set[int]] = []
 
@@ -182,25 +194,16 @@ def test_launched_rows_have_their_adapters(
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_preempted_request_goes_on_with_its_adapter(
-    preemption: str,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    seed: int,
+    preemption: str, oracles: Tinies, make: Make, seed: int
 ) -> None:
     rng = random.Random(f"{seed} {preemption}")
-    engine = load(
-        oracles[""].path, preemption=preemption, num_blocks=9, block_size=8, context_window=64
-    )
-    for name, folder in folders.items():
-        engine.load_adapter(name, folder)
+    fields = {"preemption": preemption, "num_blocks": 9, "block_size": 8, "context_window": 64}
+    engine = make(*"abc", **fields)
     cases = [
-        (str(index), prompt_of(rng, 18), ("", *folders)[index % 4])  # 3 blocks, then 4
+        (str(index), prompt_of(rng, 18), ("", *"abc")[index % 4])  # 3 blocks, then 4
         for index in range(8)
     ]
-    for name, prompt, adapter in cases:
-        engine.submit(ask(engine, name, prompt, adapter))
-    assert finish(engine) == {
+    assert run(engine, *(ask(engine, *case) for case in cases)) == {
         name: oracles[adapter].generate(prompt, NUM_OUTPUT) for name, prompt, adapter in cases
     }
     assert sum(dict(engine.stats().num_preemptions).values()) > 0
@@ -208,35 +211,22 @@ def test_a_preempted_request_goes_on_with_its_adapter(
 
 @pytest.mark.parametrize("is_beam", [False, True])
 def test_samples_and_beams_equal_those_of_a_merged_checkpoint(
-    is_beam: bool,
-    tiny: Tiny,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    tmp_path: Path,
-    seed: int,
+    *, is_beam: bool, tiny: Tiny, oracles: Tinies, make: Make, load: Make, tmp_path: Path, seed: int
 ) -> None:
     """One engine with the adapter, one with the merged weights, the same seeds."""
     for file in tiny.path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     oracles["a"].oracle.save_pretrained(tmp_path)
-    with_adapter, with_merged = load(tiny.path), load(tmp_path)
-    with_adapter.load_adapter("a", folders["a"])
     prompt = prompt_of(random.Random(seed), 25)
-    sampling = Sampling(
-        max_tokens=NUM_OUTPUT,
-        ignore_eos=True,
-        temperature=0.0 if is_beam else 1.0,
-        seed=seed,
-    )
+    sampling = endless(NUM_OUTPUT, temperature=0.0 if is_beam else 1.0, seed=seed)
     beam = Beam(num_beams=3) if is_beam else None
     outputs = []
-    for engine, adapter in ((with_adapter, "a"), (with_merged, "")):
-        request = dataclasses.replace(
-            ask(engine, "x", prompt, adapter), sampling=sampling, num_samples=3, beam=beam
+    for engine, adapter in ((make("a"), "a"), (load(tmp_path), "")):
+        engine.submit(
+            dataclasses.replace(
+                ask(engine, "x", prompt, adapter), sampling=sampling, num_samples=3, beam=beam
+            )
         )
-        engine.reserve(request)
-        engine.start("x")
         found: dict[int, list[int]] = {}
         for event in all_events(engine):
             assert event.error is None
@@ -247,11 +237,9 @@ def test_samples_and_beams_equal_those_of_a_merged_checkpoint(
 
 
 def test_blocks_are_shared_within_an_adapter_and_never_across(
-    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., LLMEngine], seed: int
+    oracles: Tinies, make: Make, seed: int
 ) -> None:
-    engine = load(oracles[""].path)
-    for name, folder in folders.items():
-        engine.load_adapter(name, folder)
+    engine = make(*"abc")
     prompt = prompt_of(random.Random(seed), 3 * BLOCK + 1)
     for adapter in ("", "a", "b", "c"):
         for num_hit in (0, 3 * BLOCK):
@@ -262,15 +250,11 @@ def test_blocks_are_shared_within_an_adapter_and_never_across(
 
 
 def test_a_reload_under_the_same_name_never_meets_old_kv(
-    tiny: Tiny,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    seed: int,
+    oracles: Tinies, folders: Folders, make: Make, seed: int
 ) -> None:
     """By unload and load, and by a load in its place; back to the first content, its KV is there
     again."""
-    engine = load(tiny.path)
+    engine = make()
     prompt = prompt_of(random.Random(seed), 2 * BLOCK + 1)
     engine.load_adapter("mine", folders["a"])
     old_root = engine.adapters()[0].digest.encode()
@@ -295,12 +279,9 @@ def test_a_reload_under_the_same_name_never_meets_old_kv(
     engine.check_integrity()
 
 
-def test_an_adapter_in_use_stays(
-    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., LLMEngine], seed: int
-) -> None:
+def test_an_adapter_in_use_stays(oracles: Tinies, folders: Folders, make: Make, seed: int) -> None:
     """In every state of its requests, until the last has ended."""
-    engine = load(oracles[""].path)
-    engine.load_adapter("a", folders["a"])
+    engine = make("a")
     prompt = prompt_of(random.Random(seed), 20)
     engine.reserve(ask(engine, "x", prompt, "a"))
     engine.reserve(ask(engine, "held", prompt, "a", hold_after=1))
@@ -336,22 +317,16 @@ def test_an_adapter_in_use_stays(
     engine.check_integrity()
 
 
-def test_an_unknown_adapter_takes_nothing(
-    tiny: Tiny, folders: dict[str, Path], load: Callable[..., LLMEngine]
-) -> None:
-    engine = load(tiny.path)
-    engine.load_adapter("a", folders["a"])
+def test_an_unknown_adapter_takes_nothing(make: Make) -> None:
+    engine = make("a")
     with pytest.raises(InvalidRequest, match=r"^adapter: 'z' is not loaded \(loaded are: a\)"):
         engine.reserve(ask(engine, "x", [2, 3], "z"))
     assert engine.stats().num_reserved == engine.stats().num_referenced_blocks == 0
     engine.check_integrity()
 
 
-def test_a_request_without_room_does_not_hold_its_adapter(
-    tiny: Tiny, folders: dict[str, Path], load: Callable[..., LLMEngine]
-) -> None:
-    engine = load(tiny.path, num_blocks=44, context_window=700)
-    engine.load_adapter("a", folders["a"])
+def test_a_request_without_room_does_not_hold_its_adapter(make: Make) -> None:
+    engine = make("a", num_blocks=44, context_window=700)
     engine.reserve(ask(engine, "x", [2] * 600, ""))
     with pytest.raises(Exception, match="blocks"):
         engine.reserve(ask(engine, "y", [2] * 600, "a"))
@@ -361,24 +336,16 @@ def test_a_request_without_room_does_not_hold_its_adapter(
 
 
 def test_bad_adapters_change_nothing_for_the_neighbours(
-    tiny: Tiny,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    tmp_path: Path,
-    seed: int,
+    tiny: Tiny, oracles: Tinies, make: Make, tmp_path: Path, seed: int
 ) -> None:
     """Refused loads of every kind between the steps of running requests."""
     rng = random.Random(f"{seed} bad")
-    engine = load(tiny.path, max_num_tokens_per_step=16, max_num_running=8)
-    for name in ("a", "b"):
-        engine.load_adapter(name, folders[name])
+    engine = make(*"ab", max_num_tokens_per_step=16, max_num_running=8)
     before = engine.adapters()
     bad = [_spoil(tmp_path / str(index), tiny, index) for index in range(5)]
     prompts = {name: prompt_of(rng, rng.randint(5, 60)) for name in ("", "a", "b")}
     for adapter, prompt in prompts.items():
-        engine.reserve(ask(engine, f"x{adapter}", prompt, adapter))
-        engine.start(f"x{adapter}")
+        engine.submit(ask(engine, f"x{adapter}", prompt, adapter))
     outputs: dict[str, list[int]] = {}
     while engine.has_work():
         for event in engine.step().events:
@@ -414,23 +381,15 @@ def _spoil(folder: Path, tiny: Tiny, index: int) -> Path:
 
 
 def test_an_adapter_that_overflows_ends_its_own_requests_only(
-    tiny: Tiny,
-    oracles: dict[str, Tiny],
-    folders: dict[str, Path],
-    load: Callable[..., LLMEngine],
-    tmp_path: Path,
-    seed: int,
+    tiny: Tiny, oracles: Tinies, make: Make, tmp_path: Path, seed: int
 ) -> None:
     """Finite weights, infinite activations: the request has an error, its neighbours their
     tokens."""
-    engine = load(tiny.path)
-    huge = save_adapter(tmp_path / "huge", tiny.oracle, 1, strength=1e37)
-    engine.load_adapter("huge", huge)
-    engine.load_adapter("a", folders["a"])
+    engine = make("a")
+    engine.load_adapter("huge", save_adapter(tmp_path / "huge", tiny.oracle, 1, strength=1e37))
     prompt = prompt_of(random.Random(seed), 30)
     for adapter in ("", "huge", "a"):
-        engine.reserve(ask(engine, f"x{adapter}", prompt, adapter))
-        engine.start(f"x{adapter}")
+        engine.submit(ask(engine, f"x{adapter}", prompt, adapter))
     outputs: dict[str, list[int]] = {}
     errors: dict[str, str] = {}
     for event in all_events(engine):

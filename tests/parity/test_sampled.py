@@ -9,24 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.request import Request, Sampling
+from engine.request import Request
 from tests.harness.engines import block_hash
-from tests.harness.models import VOCAB_SIZE, Tiny
+from tests.harness.models import Tiny
+from tests.parity.conftest import endless, prompts_of, random_sampling
 
 NUM_OUTPUT = 16
-
-
-def _sampling(rng: random.Random) -> Sampling:
-    return Sampling(
-        max_tokens=NUM_OUTPUT,
-        ignore_eos=True,
-        temperature=rng.choice([0.0, 0.7, 1.0, 3.0]),
-        top_k=rng.choice([0, 0, 5, 50]),
-        top_p=rng.choice([1.0, 0.9, 0.5]),
-        min_p=rng.choice([0.0, 0.0, 0.05]),
-        seed=rng.getrandbits(64),
-        sample_index=rng.randrange(4),
-    )
 
 
 @pytest.mark.timeout(600)
@@ -40,13 +28,8 @@ def test_same_seed_same_tokens_whatever_the_batch(
     rng = random.Random(f"{seed} sampled")
     path = get_tiny("qwen3").path
     count = max(8, scale(100))
-    requests = {
-        str(i): (
-            [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 150))],
-            _sampling(rng),
-        )
-        for i in range(count)
-    }
+    prompts = prompts_of(rng, (rng.randint(1, 150) for _ in range(count)))
+    requests = {name: (own, random_sampling(rng, NUM_OUTPUT)) for name, own in prompts.items()}
     alone = load(path)
     expected: dict[str, list[int]] = {}
     for name, one in requests.items():
@@ -63,13 +46,10 @@ def test_seed_and_sample_index_change_the_draw(
 ) -> None:
     """At temperature 50 over 260 tokens: 16 equal tokens by chance, about 260^-16."""
     engine = load(get_tiny("llama").path)
-    prompt = list(range(2, 30))
     requests = {
         f"{a} {b}": (
-            prompt,
-            Sampling(
-                max_tokens=NUM_OUTPUT, temperature=50.0, seed=a, sample_index=b, ignore_eos=True
-            ),
+            list(range(2, 30)),
+            endless(NUM_OUTPUT, temperature=50.0, seed=a, sample_index=b),
         )
         for a in (seed, seed + 1)
         for b in (0, 1)
@@ -88,8 +68,8 @@ def test_a_resumed_request_draws_what_it_would_have_drawn(
     """From its token ids, seed and parameters alone: on another engine, nothing loaded."""
     rng = random.Random(f"{seed} resumed")
     path = get_tiny("mistral").path
-    prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(37)]
-    sampling = Sampling(max_tokens=NUM_OUTPUT, temperature=5.0, seed=seed, ignore_eos=True)
+    prompt = prompts_of(rng, [37])["0"]
+    sampling = endless(NUM_OUTPUT, temperature=5.0, seed=seed)
     whole = run(load(path), {"a": (prompt, sampling)})["a"]
     other = load(path, max_num_tokens_per_step=10, max_num_running=2)
     other.reserve(Request("a", tuple(prompt), sampling, block_hash))

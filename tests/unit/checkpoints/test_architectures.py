@@ -21,9 +21,8 @@ def test_the_table_uses_its_own_words() -> None:
         assert set(features.split()) <= _FEATURES
 
 
-@pytest.mark.parametrize("model_type", sorted(SERVED))
-def test_what_is_served_is_not_refused_by_its_type(model_type: str) -> None:
-    assert refusal({"model_type": model_type}) is None
+def test_what_is_served_is_not_refused_by_its_type() -> None:
+    assert [name for name in SERVED if refusal({"model_type": name}) is not None] == []
 
 
 @pytest.mark.parametrize(

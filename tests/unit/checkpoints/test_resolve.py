@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
-from checkpoints import CheckpointError, resolve
+from checkpoints import CheckpointError, bundled_names, resolve
 
 
 def test_local_folder_by_relative_and_absolute_path(
@@ -22,7 +21,7 @@ def test_local_folder_by_relative_and_absolute_path(
 
 
 def test_bundled_models_are_whole() -> None:
-    names = checkpoints.bundled_names()
+    names = bundled_names()
     assert "baton-5m" in names
     for name in names:
         found = resolve(name, files="all")
@@ -130,7 +129,3 @@ def test_wrong_names_say_so_without_asking_anybody(model: str, says: str) -> Non
 def test_a_file_is_no_checkpoint(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file"):
         resolve(str(checkpoint / "config.json"), files="tokenizer")
-
-
-def test_exported_names() -> None:
-    assert list(checkpoints.__all__) == sorted(checkpoints.__all__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,14 @@ from tests.harness.small_tokenizers import KINDS, TEXTS, byte_fallback, byte_lev
 from tokens.detokenizer import _MAX_WINDOW_TOKENS, Detokenizer
 
 kinds = st.sampled_from(sorted(KINDS))
+
+
+def _shown(detokenizer: Detokenizer, parts: Iterable[list[int]]) -> str:
+    return "".join([*map(detokenizer.feed, parts), detokenizer.finish()])
+
+
+def _one_by_one(ids: list[int]) -> list[list[int]]:
+    return [[token_id] for token_id in ids]
 
 
 def _split(ids: list[int], cuts: list[int]) -> list[list[int]]:
@@ -28,17 +37,15 @@ def test_any_split_equals_the_whole(
     tokenizer = KINDS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
-    pieces = [detokenizer.feed(part) for part in _split(ids, cuts)] + [detokenizer.finish()]
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert _shown(detokenizer, _split(ids, cuts)) == whole
 
 
 @given(kind=kinds, text=st.text(max_size=60))
 def test_one_by_one_equals_the_whole_for_text(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
     ids = tokenizer.encode(text)
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.feed([token_id]) for token_id in ids] + [detokenizer.finish()]
-    assert "".join(pieces) == tokenizer.decode(ids)
+    assert _shown(Detokenizer(tokenizer), _one_by_one(ids)) == tokenizer.decode(ids)
 
 
 @given(
@@ -49,9 +56,7 @@ def test_runs_of_spaces(kind: str, text: str) -> None:
     """Decoders that strip leading spaces must strip them once, not in every window."""
     tokenizer = KINDS[kind]
     ids = [i for character in text for i in tokenizer.encode(character)]
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.feed([token_id]) for token_id in ids] + [detokenizer.finish()]
-    assert "".join(pieces) == tokenizer.decode(ids)
+    assert _shown(Detokenizer(tokenizer), _one_by_one(ids)) == tokenizer.decode(ids)
 
 
 @given(
@@ -67,8 +72,7 @@ def test_bytes_of_broken_characters(seed: int, kind: str) -> None:
     hard = [choices[byte] for byte in (0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0x90, 0x80, 0xFF, 0x41)]
     ids = [rng.choice(hard if rng.random() < 0.8 else choices) for _ in range(80)]
     detokenizer = Detokenizer(tokenizer)
-    text = "".join(detokenizer.feed([token_id]) for token_id in ids) + detokenizer.finish()
-    assert text == tokenizer.decode(ids)
+    assert _shown(detokenizer, _one_by_one(ids)) == tokenizer.decode(ids)
     if kind == "byte_level":
         assert len(detokenizer._window) <= _MAX_WINDOW_TOKENS
 
@@ -128,7 +132,7 @@ def test_context_plus_output_reads_as_one_text(kind: str, text: str) -> None:
     prompt = tokenizer.encode("hello hello hello hello")
     output = tokenizer.encode(text)
     detokenizer = Detokenizer(tokenizer, context_ids=prompt)
-    shown = "".join(detokenizer.feed([token_id]) for token_id in output) + detokenizer.finish()
+    shown = _shown(detokenizer, _one_by_one(output))
     assert tokenizer.decode(prompt) + shown == tokenizer.decode(prompt + output)
 
 

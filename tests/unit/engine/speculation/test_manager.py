@@ -239,10 +239,10 @@ def _counts(engine: LLMEngine) -> tuple[int, int]:
 
 
 def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int], int]) -> None:
-    """500 workloads as those of test_disturbed: every processor, samples, handovers amid answers,
+    """300 workloads as those of test_disturbed: every processor, samples, handovers amid answers,
     preemptions, swaps, lack of blocks; steps without guesses may be launched ahead."""
     num_guessed = num_kept = num_launches = 0
-    for index in range(scale(500)):
+    for index in range(scale(300)):
         rng = random.Random(f"guesses {seed} {index}")
         engine = _check(_maybe_quantized(index, rng), rng)
         guessed, kept = _counts(engine)

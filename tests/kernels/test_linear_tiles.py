@@ -3,6 +3,8 @@ taken by others than it was measured for, gives right numbers slowly."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from baton_kernels.linear_tiles import Product, Tile, choose_tile, cut
 
@@ -52,13 +54,13 @@ def test_the_library_has_what_was_not_measured(shape: tuple[int, int, bool]) -> 
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("height", [64, 1024, 4096, 6144, 28672, 128256])
-@pytest.mark.parametrize("depth", [64, 1000, 4096, 14336])
+@pytest.mark.parametrize("height", [64, 200, 1024, 4096, 6144, 28672, 128256])
+@pytest.mark.parametrize("depth", [64, 1000, 4096, 6200, 14336])
 def test_what_is_on_its_way_fits(height: int, depth: int, is_gated: bool) -> None:
     """Steps of both operands, of bfloat16, are in shared memory at once."""
-    for num_rows in (1, 2, 16, 17, 32, 33, 64):
+    for num_rows, exact in itertools.product((1, 2, 16, 17, 32, 33, 64), (False, True)):
         product = Product(num_rows, height, depth, 2, is_gated)
-        tile = choose_tile(product, exact=False, forced=True)
+        tile = choose_tile(product, exact=exact, forced=True)
         assert tile is not None
         rows = tile.block_n * (2 if is_gated else 1) + tile.block_m
         assert tile.num_stages * tile.block_k * rows * 2 <= SHARED_BYTES or tile.is_row
