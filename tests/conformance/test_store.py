@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +244,13 @@ async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
 async def test_a_commit_whose_lease_ends_between_two_turns_keeps_what_is_visible(
     store: LocalStore,
     new_worker: NewWorker,
-    chain: Chain,
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rest is given back, as of any lease that ends before its blocks are committed."""
     worker, node = await new_worker(store.address, transport), store.node
     monkeypatch.setattr(node.turns, "max_blocks", 3)
-    asked = [ChainToReserve(b"", chain("a", 8), "", "")]
+    asked = [ChainToReserve(b"", chain_of("a", 8), "", "")]
     lease_id, (reserved,) = await node.reserve(
         worker.attachment_id, "", asked, is_probe=False, ttl_s=60.0
     )
@@ -273,21 +272,21 @@ async def test_a_commit_whose_lease_ends_between_two_turns_keeps_what_is_visible
 
 
 async def test_a_long_match_goes_over_several_turns(
-    store: LocalStore, new_worker: NewWorker, chain: Chain, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one lookup, under one lease; one that is cancelled on the way leaves no lease."""
     worker, node = await new_worker(store.address, "grpc"), store.node
-    put = await worker.put(chain("a", 20), range(20))
+    put = await worker.put(chain_of("a", 20), range(20))
     await worker.client.release([put.lease_id], deadline=within())
     monkeypatch.setattr(node.turns, "max_blocks", 1)  # a piece of a match is of 8 blocks
-    before, hashes = node.stats(), chain("a", 26)
+    before, hashes = node.stats(), chain_of("a", 26)
     matched = await worker.match(hashes)
     after = node.stats()
     assert (matched.blocks, after.num_pinned, after.num_leases) == (put.refs, 20, 1)
     assert after.num_lookups - before.num_lookups == 1
     assert after.num_blocks_asked - before.num_blocks_asked == 26
     assert after.num_blocks_matched - before.num_blocks_matched == 20
-    assert (await worker.match(chain("b", 20) + hashes)).lease_id == ""
+    assert (await worker.match(chain_of("b", 20) + hashes)).lease_id == ""
     assert node.stats().num_blocks_asked - after.num_blocks_asked == 46
     await worker.client.release([matched.lease_id], deadline=within())
     for num_turns in range(8):
@@ -308,7 +307,7 @@ async def test_a_long_match_goes_over_several_turns(
 
 
 async def test_no_turn_of_the_loop_handles_more_blocks_than_its_budget(
-    new_worker: NewWorker, chain: Chain, store_settings: KvStoreSettings
+    new_worker: NewWorker, store_settings: KvStoreSettings
 ) -> None:
     """Large puts, which evict one another's blocks, and long matches, all at once."""
     num_blocks = 600
@@ -342,7 +341,7 @@ async def test_no_turn_of_the_loop_handles_more_blocks_than_its_budget(
         next_tick = loop.call_soon(tick)
 
         async def put_and_match(worker: Any, name: str) -> None:
-            hashes = chain(name, num_blocks)
+            hashes = chain_of(name, num_blocks)
             put = PutChain(b"", list(zip(hashes, range(num_blocks), strict=True)), 16)
             await worker.client.put_chains([put], 60.0, within())
             found = await worker.match(hashes)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from services.decode.kv_loader import GenerateCommand, KvArrival, KvLoader
 
 from process.deadline import Deadline
 from process.errors import Internal
+from services.decode.kv_loader import GenerateCommand, KvArrival, KvLoader
 from services.worker.provenance import LegProvenance
 from tests.harness.waiting import settled
 

@@ -425,7 +425,7 @@ def test_a_long_lease_that_is_over_lets_its_blocks_go_a_few_at_a_time(
 ) -> None:
     """It is over at once, for everything that asks for it."""
     monkeypatch.setattr(block_store, "LET_GO_AT_ONCE", 2)
-    bench = _Bench()
+    bench = StoreBench()
     lease_id, answers, _ = bench.reserve(CHAIN[:5])
     bench.commit(lease_id, answers)
     assert bench.store.release([lease_id], now_s=0.0) == 1
@@ -444,7 +444,7 @@ def test_what_an_ended_lease_still_pins_is_room_for_a_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_store, "LET_GO_AT_ONCE", 1)
-    bench = _Bench(num_frames=6)
+    bench = StoreBench(num_frames=6)
     lease_id, answers, _ = bench.reserve(CHAIN[:6])
     bench.commit(lease_id, answers)
     bench.store.release([lease_id], now_s=0.0)
