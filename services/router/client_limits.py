@@ -80,6 +80,11 @@ class LoopPace:
             self.on_lag(loop.time() - due_s)
 
 
+def reader_clock_s() -> float:
+    """Return the time of the running loop, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
 class StalledReaders:
     """See the module."""
 
@@ -120,7 +125,7 @@ class StalledReaders:
 
     def _look(self) -> None:
         self._next_look = None
-        late_s = asyncio.get_running_loop().time() - self._stall_s
+        late_s = reader_clock_s() - self._stall_s
         for reader in self._readers:
             if reader.waits_since_s is not None and reader.waits_since_s <= late_s:
                 self.num_stalled += not reader.is_stalled
@@ -148,7 +153,7 @@ class AnswerReader:
 
     def begin(self) -> None:
         """A message is about to be written."""
-        self.waits_since_s = asyncio.get_running_loop().time()
+        self.waits_since_s = reader_clock_s()
 
     def took(self) -> None:
         """And was taken."""

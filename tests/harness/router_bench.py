@@ -356,21 +356,11 @@ def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
 
 
 class ReaderClock:
-    """Stands for `asyncio` in services/router/client_limits.py: time passes when a test says."""
+    """The clock of StalledReaders: time passes when a test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        self.timeout = asyncio.timeout
-        monkeypatch.setattr(client_limits, "asyncio", self)
-
-    def get_running_loop(self) -> ReaderClock:
-        return self
-
-    def time(self) -> float:
-        return self.now_s
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, call)
+        monkeypatch.setattr(client_limits, "reader_clock_s", lambda: self.now_s)
 
 
 async def rest_of(call: Any) -> list[Any]:
