@@ -18,7 +18,7 @@ BatonError
 
 from __future__ import annotations
 
-from process.errors import (
+from process.rpc_errors import (
     AlreadyExists,
     BatonError,
     Cancelled,

@@ -42,7 +42,7 @@ from engine.models.llama import (
     rope_table,
 )
 from engine.models.weights import random_weights
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_memory import RankMemory
 from engine.parallel.rank_model import RankModel, share_of
@@ -569,7 +569,7 @@ class Rank:
         self.grid, self.rank = grid, rank
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
-        self.ranks = ProcessRanks(grid, rank, f"cuda:{rank}", 120.0)
+        self.ranks = DistributedRanks(grid, rank, f"cuda:{rank}", 120.0)
         self.ranks.form(meeting_file)
 
     def run(self, out: Path | None, command: str) -> None:

@@ -29,12 +29,12 @@ from baton_kernels.attention import (
     rotate_and_attend,
     tree_attention,
 )
+from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
 from baton_kernels.kv_quantization import quantize
 from baton_kernels.linear import HalfNorm
 from baton_kernels.linear import linear as linear_op
 from baton_kernels.lora import add_lora, group_rows
-from baton_kernels.paged_kv import BlockRows, Tails
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens_reference
 
 from benchmarks import harness

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from numpy.typing import NDArray
 from rich.progress import track
 from tokenizers import Tokenizer
@@ -182,11 +182,11 @@ def ranks(scored: ScoredAnswer, logits: torch.Tensor, *, is_coupled: bool) -> ND
     """
     if is_coupled and scored.answer.temperature > 0.0:
         first, end = scored.answer.num_prompt_tokens, len(scored.answer.token_ids)
-        keys = noise.row_keys(
+        keys = gumbel_noise.row_keys(
             [scored.seed] * (end - first), [0] * (end - first), list(range(first, end))
         )
         every = torch.arange(logits.shape[-1])[None]
-        gumbel = noise.gumbel(torch.from_numpy(keys)[:, None], every)
+        gumbel = gumbel_noise.gumbel(torch.from_numpy(keys)[:, None], every)
         logits = logits / scored.answer.temperature + gumbel
     own = logits.gather(-1, torch.tensor(scored.tokens)[:, None])
     return (logits > own).sum(-1).numpy().astype(np.int64)

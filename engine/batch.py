@@ -30,7 +30,7 @@ class TokenSpan(NamedTuple):
     over a quantized cache: the index among them of each one's parent, or -1 for the token before
     them all. A token attends to its parent and all that its parent attends to, and its position
     is one more. KV is written to consecutive slots all the same, or, with a quantized cache, to
-    slots of its own (engine/kv/partial_blocks.py)."""
+    slots of its own (engine/kv/unquantized_tails.py)."""
 
     @property
     def end(self) -> int:

@@ -61,7 +61,6 @@ from engine.models.interface import LoadedModel, Progress
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, StepOutput
 from engine.parking import Parking, choose_parking
-from engine.plain_steps import PlainSteps
 from engine.preemption import Preemptor
 from engine.request import (
     STARTED,
@@ -80,6 +79,7 @@ from engine.speculation.controller import cost_clock
 from engine.speculation.manager import make_speculation_manager
 from engine.speculation.proposer import Proposer, close_proposers
 from engine.speculation.remote import DraftPeer
+from engine.step_start import PlainSteps
 from engine.warm_up import warm_up
 
 IDLE_WAIT_S = 0.002

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from process.errors import (
+from process.rpc_errors import (
     AlreadyExists,
     BatonError,
     FailedPrecondition,

@@ -58,7 +58,7 @@ class SampleTrace:
     processors: tuple[str, ...]
     """The processors that were applied, in order, by name and parameter ("top_p=0.9")."""
     rng_key: int | None
-    """Key of the Gumbel noise (baton_kernels/noise.py, row_key). None: an argmax, without noise."""
+    """Key of the Gumbel noise (baton_kernels/gumbel_noise.py). None: an argmax, without noise."""
     is_forced: bool = False
     """The grammar allowed no other token, so it was not sampled at all (jump-forward). Its log
     probabilities and support are those of the token before it, or NaN."""

@@ -39,7 +39,6 @@ from engine.in_flight import FinishedLaunch, InFlight, Planned
 from engine.models.interface import LoadedModel
 from engine.output_processor import OutputProcessor
 from engine.outputs import PositionLogprobs, RequestOutput
-from engine.plain_steps import PlainSteps
 from engine.request import RequestState
 from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.metadata import SamplerOutput
@@ -48,6 +47,7 @@ from engine.sequence import Key, Sequence
 from engine.speculation.manager import SpeculationManager
 from engine.speculation.proposer import DraftTokens, HiddenStateScope
 from engine.step_builder import Step
+from engine.step_start import PlainSteps
 
 log = logging.getLogger(__name__)
 

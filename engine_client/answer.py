@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import FinishReason
 from engine_client.interface import News
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from tokens.text import OutputText, TextDelta
 from tokens.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from engine_client.data_parallel import Fleet
 from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.process_client import share_cores
 from process.deadline import Deadline
-from process.errors import AlreadyExists, BatonError
+from process.rpc_errors import AlreadyExists, BatonError
 
 
 class _Inbox:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from engine_client.answer import Answer
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
-from process.errors import InvalidArgument
 from process.latency_summary import LatencySummary
+from process.rpc_errors import InvalidArgument
 
 OnProgress = Callable[[int, int], None]
 """Progress callback: called with (rounds or prompts done, their total)."""

@@ -56,7 +56,7 @@ from engine_client.messages import (
     encode,
     read_from_engine,
 )
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 
 Deliver = Callable[[int, tuple[News, ...]], None]
 """Callback for news: called with (rank, news)."""

@@ -31,7 +31,7 @@ from engine_client.encoded_errors import Failure
 from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.load_balancing import least_loaded, num_outstanding_tokens
 from engine_client.messages import What, check_types
-from process.errors import (
+from process.rpc_errors import (
     AlreadyExists,
     BatonError,
     DeadlineExceeded,

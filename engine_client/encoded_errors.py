@@ -1,6 +1,6 @@
 """Failure: an error as a value that can be sent to another process and raised there again.
 
-Only errors of `process.errors` and the engine's error modules cross by name, with their public
+Only errors of `process.rpc_errors` and the engine's error modules cross by name, with their public
 attributes; any other is an Internal one. So what arrives never chooses a class outside of those
 modules. Any thread.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from engine import errors as engine_errors
 from engine import errors as lora_errors
 from engine.grammar import errors as grammar_errors
-from process import errors as process_errors
-from process.errors import BatonError, Internal, InvalidArgument
+from process import rpc_errors as process_errors
+from process.rpc_errors import BatonError, Internal, InvalidArgument
 
 Detail = str | float | bool | None | list[str | int]
 

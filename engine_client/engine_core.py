@@ -31,7 +31,7 @@ from engine_client.encoded_errors import Failure
 from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.messages import check_types
 from kvstore import block_hash
-from process.errors import (
+from process.rpc_errors import (
     AlreadyExists,
     BatonError,
     Cancelled,

@@ -46,7 +46,7 @@ from engine_client.messages import (
     read_to_engine,
 )
 from process import entrypoint, logs
-from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
+from process.rpc_errors import BatonError, FailedPrecondition, Internal, Unavailable
 
 if TYPE_CHECKING:
     from engine.engine import LLMEngine

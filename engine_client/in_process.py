@@ -17,7 +17,7 @@ from engine.models.interface import Progress
 from engine.request import ModelInfo, StopPolicy
 from engine_client.engine_core import EngineCore
 from engine_client.interface import Ask, LoadedAdapter, News
-from process.errors import FailedPrecondition, InvalidArgument
+from process.rpc_errors import FailedPrecondition, InvalidArgument
 
 
 class InProcessClient:

@@ -36,7 +36,7 @@ from engine_client.params import SamplingParams, translate
 from engine_client.process_client import DataParallelClient, ProcessClient
 from engine_client.progress import LoadingBar, PromptsBar
 from process import settings
-from process.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument
+from process.rpc_errors import BatonError, DeadlineExceeded, Internal, InvalidArgument
 from tokens.chat_template import ChatTemplate
 from tokens.errors import ChatTemplateError, TokensError
 from tokens.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.request import ModelInfo
 from engine_client.encoded_errors import Failure
 from engine_client.interface import Ask, News
-from process.errors import InvalidArgument, Unavailable
+from process.rpc_errors import InvalidArgument, Unavailable
 
 VERSION = 1
 

@@ -16,7 +16,7 @@ import msgspec
 
 from checkpoints.sampling_defaults import SamplingDefaults
 from engine.request import Beam, GrammarKind, GrammarSpec, ModelInfo, Sampling
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from tokens.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128

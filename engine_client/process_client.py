@@ -24,7 +24,7 @@ from engine_client.child_process_link import Progress
 from engine_client.config import ClientLimits
 from engine_client.data_parallel import Fleet
 from engine_client.interface import Ask, LoadedAdapter, News
-from process.errors import BatonError, FailedPrecondition
+from process.rpc_errors import BatonError, FailedPrecondition
 
 
 class DataParallelClient:

@@ -53,7 +53,7 @@ from kvstore.transport.nixl import region_of
 from process import logs
 from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Clock, Deadline
-from process.errors import FailedPrecondition, InvalidArgument, NoCapacity, NotFound
+from process.rpc_errors import FailedPrecondition, InvalidArgument, NoCapacity, NotFound
 
 logger = logging.getLogger(__name__)
 

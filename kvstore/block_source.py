@@ -32,7 +32,7 @@ from kvstore.prefix_tree import TreeNode
 from kvstore.slot_pool import SlotState
 from kvstore.tenant_shares import TenantSlots
 from kvstore.transport.device import Shared
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from process.trace_spans import TraceContext
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024

@@ -35,7 +35,7 @@ from kvstore.frame_table import FrameTable
 from kvstore.leases import FrameReservation, Lease, LeaseTable
 from kvstore.prefix_tree import TreeNode
 from kvstore.tenant_shares import MAX_TENANT_BYTES, TenantShares
-from process.errors import FailedPrecondition, InvalidArgument
+from process.rpc_errors import FailedPrecondition, InvalidArgument
 from process.trace_spans import TraceContext
 
 LET_GO_AT_ONCE = 512

@@ -73,8 +73,8 @@ from process import logs, rpc, trace_spans
 from process.authorization import PeerRole
 from process.background_tasks import BackgroundTasks
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.trace_spans import SpanKind, Value
 from protos import kvstore_pb2
 

@@ -1,4 +1,4 @@
-"""Errors of the KV store beside those of `process.errors`, and the reasons why a block
+"""Errors of the KV store beside those of `process.rpc_errors`, and the reasons why a block
 was not used.
 
     BatonError
@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,

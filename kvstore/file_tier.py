@@ -34,7 +34,7 @@ from kvstore.slab import Slab
 from process import logs
 from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import FailedPrecondition, NoCapacity
+from process.rpc_errors import FailedPrecondition, NoCapacity
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, registry
-from process.errors import Unavailable
 from process.registry import REDIS_FAILURES
+from process.rpc_errors import Unavailable
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)

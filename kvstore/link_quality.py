@@ -29,7 +29,7 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, Transf
 from kvstore.node_ids import PROBE_HASH, is_lender
 from kvstore.transport.base import GetItems, PutItem, PutUnsettled
 from process.deadline import Deadline
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 
 if TYPE_CHECKING:
     from kvstore.client import KvStoreClient

@@ -22,7 +22,7 @@ from kvstore.errors import GENERATION, TransferFailed
 from kvstore.transport.nixl_agent import NixlAgent, Region, Transfer, merge_runs
 from process.background_tasks import complete_despite_cancel
 from process.deadline import Deadline
-from process.errors import AlreadyExists, FailedPrecondition, Internal, InvalidArgument
+from process.rpc_errors import AlreadyExists, FailedPrecondition, Internal, InvalidArgument
 
 REMEMBERED = 65_536
 """Most terminal pushes that are remembered; a forgotten one is unknown, and so counts as terminal,

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from kvstore import block_hash
 from kvstore.block_refs import StoredPage
-from process.errors import FailedPrecondition, NoCapacity
+from process.rpc_errors import FailedPrecondition, NoCapacity
 
 MAGIC = b"BATONPGS"
 VERSION = 1

@@ -16,7 +16,7 @@ from kvstore.block_refs import PackedBlocks, Tier, row, row_of
 from kvstore.block_source import BlockSink, BlockSource, ReservedChain
 from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame
 from process import rpc
-from process.errors import FailedPrecondition, InvalidArgument
+from process.rpc_errors import FailedPrecondition, InvalidArgument
 from process.trace_spans import (
     NOOP_SPAN,
     Span,

@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from process import host_memory, logs
-from process.errors import FailedPrecondition, NoCapacity
+from process.rpc_errors import FailedPrecondition, NoCapacity
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """A worker's gRPC connection to one store, or to one worker that lends its cache: calls with
-deadlines, errors of `process.errors`, heartbeats.
+deadlines, errors of `process.rpc_errors`, heartbeats.
 
 The connection breaks when the store is away, when it was restarted (another incarnation answers),
 and when a reply cannot be right. It stays broken for good: every further call fails at once, and
@@ -22,8 +22,8 @@ from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, trace_spans
 from process.authorization import PeerRole
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)

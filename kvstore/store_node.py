@@ -66,7 +66,7 @@ from kvstore.turn_budget import TurnBudget
 from process import entrypoint, logs
 from process.background_tasks import complete_despite_cancel, end_tasks, start_task
 from process.deadline import Clock, Deadline
-from process.errors import (
+from process.rpc_errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,

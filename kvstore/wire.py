@@ -25,7 +25,7 @@ from kvstore.exported_blocks import LeaseUpdate
 from kvstore.nixl_push import PeerBlocks
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl_agent import Region
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2
 
 Checked = (

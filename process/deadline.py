@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 
 Clock = Callable[[], float]
 """A function that returns the time in seconds, as time.monotonic does."""

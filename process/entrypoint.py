@@ -33,7 +33,7 @@ from typing import NoReturn, TypeVar
 
 import uvloop
 
-from process import errors, logs, settings
+from process import logs, rpc_errors, settings
 
 Settings = TypeVar("Settings")
 
@@ -136,9 +136,9 @@ def run(
                 for module in imports:
                     importlib.import_module(module)
         uvloop.run(_supervise(main, loaded))
-    except (settings.SettingsError, errors.BatonError) as error:
+    except (settings.SettingsError, rpc_errors.BatonError) as error:
         sys.stderr.write(f"{component}: {error}\n")
-        return 1 if isinstance(error, errors.Internal) else 2
+        return 1 if isinstance(error, rpc_errors.Internal) else 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -206,7 +206,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have gone before the call above took effect.
     if os.getppid() != int(expected):
-        raise errors.Unavailable(f"the parent process {expected} is gone")
+        raise rpc_errors.Unavailable(f"the parent process {expected} is gone")
 
 
 def new_incarnation() -> bytes:

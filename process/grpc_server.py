@@ -45,7 +45,7 @@ from grpc.aio import _server
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
-from process import authorization, errors, logs, rpc
+from process import authorization, logs, rpc, rpc_errors
 from process.authorization import Rules
 from process.memory_budget import MemoryBudget, MemoryGrant
 from process.settings import UNIX
@@ -152,7 +152,7 @@ async def listen(
         if listen_address.startswith(UNIX):
             Path(listen_address.removeprefix(UNIX)).chmod(0o600)  # before the first call is taken
     except (RuntimeError, OSError) as error:
-        raise errors.Unavailable(
+        raise rpc_errors.Unavailable(
             f"cannot listen on {listen_address}: the port is taken, the address is not this "
             "machine's, or the folder cannot be written; choose another"
         ) from error
@@ -178,7 +178,7 @@ def _call_gate(
             return ""
         try:
             return bounds.authenticate(method, context)
-        except errors.BatonError as error:
+        except rpc_errors.BatonError as error:
             await rpc.abort(context, error)
 
     return CallGate(guard, bounds.memory_budget, max_bytes, bounds.read_s)
@@ -197,7 +197,7 @@ async def _check_role(rules: Rules, method: str, context: Context) -> None:
             role=authorization.names_of(roles),
             peer=context.peer(),
         )
-        await rpc.abort(context, errors.PermissionDenied(problem))
+        await rpc.abort(context, rpc_errors.PermissionDenied(problem))
 
 
 Guard = Callable[[str, Any], Awaitable[str]]
@@ -264,14 +264,14 @@ class CallGate:
         elif self.memory_budget is None:
             try:
                 request = await self._read(context, nullcontext())
-            except errors.BatonError as error:
+            except rpc_errors.BatonError as error:
                 await rpc.abort(context, error)
             yield request
         else:
             grant = self.memory_budget.grant(owner, self.max_bytes)
             try:
                 request = await self._read_within(context, grant)
-            except errors.BatonError as error:
+            except rpc_errors.BatonError as error:
                 # The memory is released already: a client that does not read delays its refusal.
                 await rpc.abort(context, error)
             try:
@@ -299,9 +299,9 @@ class CallGate:
                 request = await context.read()
         except TimeoutError:
             problem = f"the request did not arrive within {self.read_s:g} s"
-            raise errors.DeadlineExceeded(problem) from None
+            raise rpc_errors.DeadlineExceeded(problem) from None
         if request is grpc.aio.EOF:
-            raise errors.InvalidArgument("request", "there is none")
+            raise rpc_errors.InvalidArgument("request", "there is none")
         return request
 
 
@@ -438,7 +438,7 @@ class HealthServicer:
     async def check(self, request: Any, context: Context) -> Any:
         """Answer Check: whether one service can serve now."""
         if request.service not in self._checks:
-            raise errors.NotFound(f"service: '{request.service[:128]}' is not served here")
+            raise rpc_errors.NotFound(f"service: '{request.service[:128]}' is not served here")
         return self._status(request.service)
 
     @rpc.unary

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
-from process.errors import Internal, InvalidArgument, NoCapacity
+from process.rpc_errors import Internal, InvalidArgument, NoCapacity
 
 PATIENCE = 0.25
 """Part of `wait_s` for which a message may arrive while others wait for its bytes. Guessed: a few

@@ -33,7 +33,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from process.settings import split_host_port
 
 if TYPE_CHECKING:

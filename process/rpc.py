@@ -2,7 +2,7 @@
 
 The only module that knows status codes. A servicer wraps its methods in `unary` or `streaming`; a
 client converts what it catches with `error_from_rpc`. Everything in between raises and catches
-`process.errors`. Which field is wrong and when to retry travel in the details of a
+`process.rpc_errors`. Which field is wrong and when to retry travel in the details of a
 `google.rpc.Status`.
 """
 
@@ -28,7 +28,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc._cython import cygrpc
 from grpc_status import rpc_status
 
-from process import errors, logs
+from process import logs, rpc_errors
 from process.authorization import PeerRole
 from process.tls import TlsIdentity
 
@@ -69,28 +69,28 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 # Most specific first: the first that matches decides.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
-    (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
-    (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
-    (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.NoCapacity, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+    (rpc_errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (rpc_errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (rpc_errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (rpc_errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (rpc_errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
+    (rpc_errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
+    (rpc_errors.NoCapacity, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (rpc_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (rpc_errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (rpc_errors.Cancelled, grpc.StatusCode.CANCELLED),
 )
 
-_ERRORS: dict[grpc.StatusCode, type[errors.BatonError]] = {
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.NoCapacity,
-    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
+_ERRORS: dict[grpc.StatusCode, type[rpc_errors.BatonError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: rpc_errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: rpc_errors.PermissionDenied,
+    grpc.StatusCode.NOT_FOUND: rpc_errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: rpc_errors.AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: rpc_errors.FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: rpc_errors.NoCapacity,
+    grpc.StatusCode.UNAVAILABLE: rpc_errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: rpc_errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: rpc_errors.Cancelled,
 }
 
 
@@ -100,7 +100,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, str(error)
-    if isinstance(error, errors.BatonError):
+    if isinstance(error, rpc_errors.BatonError):
         return grpc.StatusCode.INTERNAL, str(error)
     return (
         grpc.StatusCode.INTERNAL,
@@ -115,15 +115,15 @@ def code_number(code: grpc.StatusCode) -> int:
 
 def error_of_code(
     number: int, message: str, retry_after_s: float | None = None
-) -> errors.BatonError:
+) -> rpc_errors.BatonError:
     """The BatonError for a google.rpc.Code number that a message carries as a field."""
     for code in grpc.StatusCode:
         if code_number(code) == number:
             return _error(code, message, retry_after_s, field=None)
-    return errors.Internal(f"unknown status {number}: {message}")
+    return rpc_errors.Internal(f"unknown status {number}: {message}")
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
+def error_from_rpc(error: grpc.aio.AioRpcError) -> rpc_errors.BatonError:
     """The BatonError of a failed call: the one that the server raised, as far as status and
     trailing metadata name it, or that of the failed connection."""
     field, retry_after_s = _read_details(error.trailing_metadata() or ())
@@ -132,13 +132,15 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 def _error(
     code: grpc.StatusCode, message: str, retry_after_s: float | None, field: str | None
-) -> errors.BatonError:
+) -> rpc_errors.BatonError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         name, _, problem = message.partition(": ")
-        return errors.InvalidArgument(field or name, problem if field in (None, name) else message)
+        return rpc_errors.InvalidArgument(
+            field or name, problem if field in (None, name) else message
+        )
     kind = _ERRORS.get(code)
     if kind is None:
-        return errors.Internal(f"{code.name}: {message}")
+        return rpc_errors.Internal(f"{code.name}: {message}")
     return kind(message, retry_after_s=retry_after_s)
 
 
@@ -146,12 +148,12 @@ def _status(error: BaseException) -> status_pb2.Status:
     """The code and message of `error`, with the wrong field and the retry time as details."""
     code, message = status_of(error)
     details = []
-    if isinstance(error, errors.InvalidArgument):
+    if isinstance(error, rpc_errors.InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=str(error)
         )
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, errors.BatonError) and error.retry_after_s is not None:
+    if isinstance(error, rpc_errors.BatonError) and error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
@@ -255,9 +257,9 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
     return wrapped
 
 
-def unreadable() -> errors.InvalidArgument:
+def unreadable() -> rpc_errors.InvalidArgument:
     """The InvalidArgument for a request that cannot be parsed."""
-    return errors.InvalidArgument("request", "cannot be read")
+    return rpc_errors.InvalidArgument("request", "cannot be read")
 
 
 def _check_readable(request: object) -> None:

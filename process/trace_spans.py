@@ -24,7 +24,7 @@ from enum import Enum
 from types import TracebackType
 from urllib.parse import unquote
 
-from process.errors import BatonError, Cancelled, InvalidArgument
+from process.rpc_errors import BatonError, Cancelled, InvalidArgument
 from process.settings import split_host_port
 
 TRACEPARENT = "traceparent"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from process import logs
-from process.errors import Internal
+from process.rpc_errors import Internal
 from process.settings import PositiveInt, SettingsError, check_host_port, check_ranges
 from process.trace_spans import (
     BAGGAGE,

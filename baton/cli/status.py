@@ -23,7 +23,7 @@ from baton.cli.options import RouterTarget, flag, seconds, value
 from baton.cli.render import format_bytes, format_seconds, number, percent, text
 from baton.client import SyncClient
 from baton.errors import Unavailable
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 from protos import common_pb2, inference_pb2
 
 NUM_REQUESTS = 64

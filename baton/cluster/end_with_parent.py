@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from process import entrypoint, errors
+from process import entrypoint, rpc_errors
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     try:
         entrypoint.die_with_parent()
         os.execvp(sys.argv[1], sys.argv[1:])
-    except (errors.Unavailable, OSError) as error:
+    except (rpc_errors.Unavailable, OSError) as error:
         sys.stderr.write(f"with_parent: {sys.argv[1]}: {error}\n")
     return 2
 

@@ -17,7 +17,7 @@ import grpc.aio
 
 from baton.errors import ClusterError
 from process import grpc_server, rpc
-from process.errors import BatonError, InvalidArgument, Unavailable
+from process.rpc_errors import BatonError, InvalidArgument, Unavailable
 from protos import local_scale_pb2, local_scale_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]

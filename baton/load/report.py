@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from baton.load.runner import RequestOutcome
-from process.errors import InvalidArgument
 from process.latency_summary import LatencySummary
+from process.rpc_errors import InvalidArgument
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from baton.load.senders import Sender, Update
 from baton.load.workload import Planned
-from process import errors
+from process import rpc_errors
 
 OnProgress = Callable[[int, int, int], None]
 """A function that is called with the numbers of requests planned, sent and ended."""
@@ -105,7 +105,7 @@ async def run(
     Returns: outcomes in the order of `load`.
     """
     if max_concurrency is not None and max_concurrency < 1:
-        raise errors.InvalidArgument("--max-concurrency", f"{max_concurrency} is less than 1")
+        raise rpc_errors.InvalidArgument("--max-concurrency", f"{max_concurrency} is less than 1")
     run = _Run(sender, timeout_s, len(load), on_progress)
     gate = asyncio.Semaphore(max_concurrency or len(load) or 1)
     tasks = []
@@ -149,10 +149,10 @@ class _Run:
                         read.take(update, self.now_s())
                 finally:
                     await messages.aclose()
-        except errors.BatonError as error:
+        except rpc_errors.BatonError as error:
             return read.outcome(self.now_s(), error)
         except TimeoutError:
-            late = errors.DeadlineExceeded(f"no end within {self._timeout_s:g} s")
+            late = rpc_errors.DeadlineExceeded(f"no end within {self._timeout_s:g} s")
             return read.outcome(self.now_s(), late)
         finally:
             self._num_ended += 1
@@ -184,7 +184,7 @@ class _Reading:
             self._num_output = update.num_output_tokens
         self._stages = update.stages or self._stages
 
-    def outcome(self, end_s: float, error: errors.BatonError | None) -> RequestOutcome:
+    def outcome(self, end_s: float, error: rpc_errors.BatonError | None) -> RequestOutcome:
         return RequestOutcome(
             planned_s=self._planned.at_s,
             sent_s=self._sent_s,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from baton.client import Client
 from baton.load.workload import Planned
-from process import errors
+from process import rpc_errors
 
 _LINE_LIMIT_BYTES = 4 * 1024 * 1024
 """Limit of a line of a stream: the last chunk has the account of a long prompt."""
@@ -81,7 +81,7 @@ class GrpcSender:
         wanted = self._options.get("model", "")
         sizes = [model.vocab_size for model in models if wanted in ("", model.model)]
         if not sizes:
-            raise errors.NotFound(f"{wanted or 'a model'} is not served there")
+            raise rpc_errors.NotFound(f"{wanted or 'a model'} is not served there")
         return min(sizes)
 
     async def close(self) -> None:
@@ -142,9 +142,9 @@ class OpenAiSender:
                 async for update in _read_events(response.content):
                     yield update
         except TimeoutError as error:
-            raise errors.DeadlineExceeded(f"no end within {timeout_s:g} s") from error
+            raise rpc_errors.DeadlineExceeded(f"no end within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise errors.Unavailable(f"{self._url}: {error or type(error).__name__}") from error
+            raise rpc_errors.Unavailable(f"{self._url}: {error or type(error).__name__}") from error
 
     async def vocab_size(self) -> int:
         """Always 0 (unknown): the API has no call for it."""
@@ -168,13 +168,13 @@ async def _read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[Update]:
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise errors.Internal(f"an event is not JSON: {data[:80]!r}") from error
+            raise rpc_errors.Internal(f"an event is not JSON: {data[:80]!r}") from error
         if not isinstance(event, dict):
-            raise errors.Internal(f"an event is not an object: {data[:80]!r}")
+            raise rpc_errors.Internal(f"an event is not an object: {data[:80]!r}")
         if "error" in event:
             raise _stream_error(event["error"])
         yield _update(event)
-    raise errors.Internal("the stream ended without [DONE]")
+    raise rpc_errors.Internal("the stream ended without [DONE]")
 
 
 def _update(event: Mapping[str, Any]) -> Update:
@@ -191,23 +191,23 @@ def _update(event: Mapping[str, Any]) -> Update:
     )
 
 
-def _http_error(status: int, text: str, retry_after: str | None) -> errors.BatonError:
+def _http_error(status: int, text: str, retry_after: str | None) -> rpc_errors.BatonError:
     message = f"HTTP {status}: {_message_of(text)}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     if status == 429:
-        return errors.NoCapacity(message, retry_after_s=retry_after_s)
+        return rpc_errors.NoCapacity(message, retry_after_s=retry_after_s)
     if status in (502, 503):
-        return errors.Unavailable(message, retry_after_s=retry_after_s)
+        return rpc_errors.Unavailable(message, retry_after_s=retry_after_s)
     if status in (408, 504):
-        return errors.DeadlineExceeded(message)
+        return rpc_errors.DeadlineExceeded(message)
     if status == 404:
-        return errors.NotFound(message)
+        return rpc_errors.NotFound(message)
     if 400 <= status < 500:
-        return errors.FailedPrecondition(message)
-    return errors.Internal(message)
+        return rpc_errors.FailedPrecondition(message)
+    return rpc_errors.Internal(message)
 
 
-def _stream_error(error: Any) -> errors.BatonError:
+def _stream_error(error: Any) -> rpc_errors.BatonError:
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     return _http_error(status, json.dumps({"error": error}), None)

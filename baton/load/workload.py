@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 
 ArrivalKind = Literal["poisson", "constant"]
 

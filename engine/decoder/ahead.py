@@ -35,7 +35,7 @@ from engine.decoder.graphs import (
 )
 from engine.decoder.mixed_launch import ForwardDrawn, MixedLaunch, begin_mixed, warm_up_mixed
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
-from engine.decoder.rows import Image, Placed, RowTable, aligned
+from engine.decoder.row_table import Image, Placed, RowTable, aligned
 from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
 from engine.lora.stacked_weights import StackedLora
@@ -79,7 +79,7 @@ class AheadDecoder:
         context_window: largest number of tokens of a row.
         uses_graphs: False: launch kernel by kernel; always so without CUDA.
         plain: CUDA graphs of plain steps, captured with those of launches, in the same memory.
-        draw: samples the rows, on a rank of several (engine/parallel/ahead.py); None:
+        draw: samples the rows, on a rank of several (engine/parallel/parallel_launches.py); None:
             `draw_tokens`.
         stacks: the stacked adapters of rows, which `decode` adds; None: no row has one.
         max_changes: largest number of block table entries in one image.
@@ -190,8 +190,8 @@ class AheadDecoder:
         Args: rows: 1 to `max_rows`. A token id of -1 is the token that the row sampled in the
             launch before.
         Raises: WrongState if two launches are unread; IntegrityError for invalid rows
-            (engine/decoder/rows.py); errors of the device. After an error all token ids of the next
-            launch must be given; after an error of the device `drain` must be called first.
+            (engine/decoder/row_table.py); errors of the device. After an error all token ids of the
+            next launch must be given; after an error of the device `drain` must be called first.
         """
         self._check_room(len(rows))
         number = self._next_number

@@ -19,7 +19,7 @@ from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import DecodeInputs
-from engine.decoder.rows import Image, Words
+from engine.decoder.row_table import Image, Words
 from engine.sampling.host_device_copies import bring
 
 Decode = Callable[[DecodeInputs], torch.Tensor]
@@ -47,8 +47,8 @@ class DecodeStep:
     % 2 and writes its results to output buffer s % 2.
 
     Attributes:
-        images: [2, words] int32, pinned with CUDA: the images of steps (engine/decoder/rows.py),
-            which the host writes.
+        images: [2, words] int32, pinned with CUDA: the images of steps
+            (engine/decoder/row_table.py), which the host writes.
         outputs: [2, HEADER_WORDS + 2 max_rows] int32, pinned: the number of the step, the sampled
             tokens, and the bits of the greatest raw logits (float32).
     """

@@ -21,8 +21,8 @@ from engine.batch import Batch, TokenSpan
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs, fill_drawn
 from engine.decoder.int32_arrays import int32s, table_of
-from engine.decoder.pinned_words import PinnedTurns
-from engine.decoder.rows import aligned
+from engine.decoder.pinned_step_buffer import PinnedTurns
+from engine.decoder.row_table import aligned
 from engine.errors import IntegrityError
 
 Forward = Callable[[MixedInputs], torch.Tensor]

@@ -20,7 +20,7 @@ from baton_kernels.attention_plan import EXACT_ROWS, SPLIT_POSITIONS
 from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
-from engine.decoder.rows import aligned
+from engine.decoder.row_table import aligned
 from engine.decoder.tree_inputs import TreeInputs, as_lines
 from engine.decoder.tree_words import TreeShape as TreeShape
 from engine.decoder.tree_words import TreeWords

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, TokenSpan
 from engine.decoder.int32_arrays import table_of
-from engine.decoder.pinned_words import PinnedWords
-from engine.decoder.rows import aligned
+from engine.decoder.pinned_step_buffer import PinnedWords
+from engine.decoder.row_table import aligned
 from engine.decoder.tree_inputs import put_nodes, width_of
 
 Ints = NDArray[np.int32]

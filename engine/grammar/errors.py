@@ -9,7 +9,7 @@ GrammarFailed(Internal)          the compiling process broke: our own mistake
 from __future__ import annotations
 
 from engine.errors import EngineError, InvalidRequest
-from process.errors import Internal, NoCapacity
+from process.rpc_errors import Internal, NoCapacity
 
 
 class GrammarTooCostly(InvalidRequest):

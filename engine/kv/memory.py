@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, Section
-from engine.kv.partial_blocks import PartialBlockBuffer
+from engine.kv.unquantized_tails import UnquantizedTails
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -153,11 +153,9 @@ class KvMemory:
                 raise self._no_room(error) from error
         self.address: int = self.cache.data_ptr()
         self._views: list[LayerView] | None = None
-        self.tails: PartialBlockBuffer | None = None
+        self.tails: UnquantizedTails | None = None
         if layout.is_quantized:
-            self.tails = PartialBlockBuffer(
-                lambda num_slots: KvMemory(record.raw, num_slots, device)
-            )
+            self.tails = UnquantizedTails(lambda num_slots: KvMemory(record.raw, num_slots, device))
 
     def _no_room(self, error: Exception) -> LoadError:
         num_bytes = self.num_blocks * self.record.block_bytes

@@ -120,7 +120,7 @@ def _of_drafts(device: DeviceMemory) -> str:
 
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
-    """Return an upper bound in bytes of the PartialBlockBuffer of a quantized cache: one unfilled,
+    """Return an upper bound in bytes of the UnquantizedTails of a quantized cache: one unfilled,
     unquantized block for each running request; with speculation also a step's draft tokens for
     it, and as many blocks that they may enter. It is up to three times that, as the buffer
     doubles, and the old memory exists while it grows."""

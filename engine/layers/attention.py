@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 from baton_kernels.attention import decode_attention, rotate_and_attend, tree_attention
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.paged_kv import BlockRows
 from baton_kernels.prefill_attention import prefill_attention
 
 from engine.decoder.inputs import MixedInputs

@@ -7,7 +7,7 @@ stored of it, depend on positions alone: not on the chunks of a prompt, on prefi
 requests of the batch. A block is quantized once, in the step that fills it (KvQuantizer); until
 then its KV is unquantized in a slot of `KvMemory.tails`. Draft tokens (Span.branches) attend to the
 same KV as plain ones at their place (DraftBlockVersions), and are stored only in slots of their
-own: accepted ones are moved to the sequence's blocks by `PartialBlockBuffer.keep`.
+own: accepted ones are moved to the sequence's blocks by `UnquantizedTails.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the quantized cache; longer
 ones one by one, over dequantized copies. Blocks that a step fills keep their tails until the step
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from baton_kernels import attention_reference, paged_kv
+from baton_kernels import attention_reference, block_rows
 from baton_kernels.attention import decode_attention
 from baton_kernels.kv_quantization import dequantize, quantize, scale_for
 
@@ -76,7 +76,7 @@ class KvQuantizer:
 
     def freeze_tails(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         """Quantize the contents of tail slots into blocks, in all layers
-        (PartialBlockBuffer.quantize)."""
+        (UnquantizedTails.quantize)."""
         device = self._views[0].keys.device
         blocks, tails = (torch.tensor([list(one)], device=device) for one in (block_ids, slots))
         ids: dict[HeadRows, torch.Tensor] = {}
@@ -124,7 +124,7 @@ class DraftBlockVersions:
     earlier blocks, unquantized in its own. A block that a path fills has other numbers on each
     path, so that each version is quantized outside of the cache, for the nodes below the token that
     fills it. A draft token's KV is stored only unquantized, in slots of its own
-    (engine/kv/partial_blocks.py).
+    (engine/kv/unquantized_tails.py).
 
     The columns of scores after those of earlier tokens are the draft tokens, then the versions,
     `size` each.
@@ -378,7 +378,7 @@ class QuantizedAttention:
             window=window,
             softcap=softcap,
             sinks=sinks,
-            tails=paged_kv.Tails(tail.block_rows(""), tails),
+            tails=block_rows.Tails(tail.block_rows(""), tails),
         )
 
     def _group_kv(

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
 from baton_kernels.fp8_linear import FP8, Fp8Weight, quantize_weight
 from baton_kernels.layer_ops import rms_norm
 from baton_kernels.linear import HalfNorm
 from baton_kernels.packed_linear import unavailable_reason
-from baton_kernels.paged_kv import BlockRows
 from torch.nn.functional import embedding
 
 from engine.batch import Batch

@@ -77,7 +77,7 @@ from engine.models.weights import (
     read_weights,
 )
 from engine.parallel import rank_model
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.messages import Meet, Met, StartRank, Verify
 from engine.parallel.parallel_model import Others, ParallelModel
 from engine.parallel.rank_grid import Grid, check_degrees
@@ -653,7 +653,7 @@ def _start(
         device = f"{kind}:{int(first) + rank}" if first else kind
         own = dataclasses.replace(config, device=device)
         starts.append(StartRank(own, str(folder), shape, rank))
-    ranks = ProcessRanks(grid, 0, config.device, config.rank_timeout_s)
+    ranks = DistributedRanks(grid, 0, config.device, config.rank_timeout_s)
     meeting_file, cache_file = os.memfd_create("baton-ranks"), os.memfd_create("baton-kv")
     processes = RankProcesses(
         grid,

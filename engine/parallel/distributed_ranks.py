@@ -1,4 +1,4 @@
-"""ProcessRanks: `Ranks` over torch.distributed: gloo between CPU processes of one host, NCCL
+"""DistributedRanks: `Ranks` over torch.distributed: gloo between CPU processes of one host, NCCL
 between GPUs. One of these in each rank's process.
 
 Two process groups a rank: the shares of its stage, and the stages of its share. They are objects of
@@ -44,7 +44,7 @@ _FORM_S = 60.0
 """Longest time in seconds for all ranks, which have loaded by then, to form the groups."""
 
 
-class ProcessRanks:
+class DistributedRanks:
     """The `Ranks` of one rank's process, over torch.distributed.
 
     Args:

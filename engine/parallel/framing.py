@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from process.errors import InvalidArgument, Unavailable
+from process.rpc_errors import InvalidArgument, Unavailable
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest size of a message; guessed: a prompt of a million tokens takes 5 MB."""

@@ -19,7 +19,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.models.llama import LlamaConfig
 from engine.parallel.cuda_ipc import SharedCache
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +72,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 class LaunchWords(msgspec.Struct, frozen=True, tag=True):
     """A request to launch a decode step of rows that stay on the device
-    (engine/decoder/rows.py)."""
+    (engine/decoder/row_table.py)."""
 
     words: bytes
     """int32, the used words of the image."""

@@ -22,10 +22,10 @@ from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory, free_memory_bytes
 from engine.lora.manager import LoraManager
 from engine.models.interface import Ends, Guesses, Progress
-from engine.parallel.ahead import ParallelAhead, build
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.messages import Attach, Attached, ComputeBatch, Settle, Settled
 from engine.parallel.microbatches import pieces
+from engine.parallel.parallel_launches import ParallelAhead, build
 from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_memory import RankMemory, map_file
 from engine.parallel.rank_model import RankModel
@@ -42,7 +42,7 @@ class Others:
     """The resources of a model of several ranks in addition to rank 0's part."""
 
     processes: RankProcesses
-    ranks: ProcessRanks
+    ranks: DistributedRanks
     cache_file: int
     """Descriptor of the cache's file, on CPU."""
 

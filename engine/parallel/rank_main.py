@@ -25,9 +25,8 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import free_memory_bytes
 from engine.models.llama import kv_layout
-from engine.parallel.ahead import FollowingDecoder, build
 from engine.parallel.cuda_ipc import SharedCache, share
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.messages import (
     Attach,
@@ -53,12 +52,13 @@ from engine.parallel.messages import (
     encode,
     read_to_rank,
 )
+from engine.parallel.parallel_launches import FollowingDecoder, build
 from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_memory import RankMemory
 from engine.parallel.rank_model import RankModel, load_rank
 from engine.parallel.rank_processes import FOLLOWED
 from process import entrypoint, logs
-from process.errors import BatonError, FailedPrecondition, Unavailable
+from process.rpc_errors import BatonError, FailedPrecondition, Unavailable
 
 _START_S = 60.0
 """Deadline in seconds of the first message, which is sent before this process has begun."""
@@ -120,14 +120,14 @@ class _Child:
             return 0
         return code
 
-    def _load(self, start: StartRank) -> tuple[RankModel, ProcessRanks] | None:
+    def _load(self, start: StartRank) -> tuple[RankModel, DistributedRanks] | None:
         config = start.config
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
         grid = Grid(config.tensor_parallel, config.pipeline_parallel)
-        ranks = ProcessRanks(grid, start.rank, config.device, config.rank_timeout_s)
+        ranks = DistributedRanks(grid, start.rank, config.device, config.rank_timeout_s)
         try:
             model = load_rank(config, Path(start.folder), start.shape, ranks, progress=self._show)
         except BatonError as error:
@@ -136,7 +136,7 @@ class _Child:
         self._write(Ready(model.weight_bytes))
         return model, ranks
 
-    def _serve(self, start: StartRank, model: RankModel, ranks: ProcessRanks) -> int:
+    def _serve(self, start: StartRank, model: RankModel, ranks: DistributedRanks) -> int:
         config = start.config
         layout = kv_layout(start.shape, block_size=config.block_size, dtype=config.dtype)
         memory: KvMemory | None = None
@@ -184,7 +184,7 @@ class _Child:
                     raise FailedPrecondition(f"{type(message).__name__} does not belong here")
 
     def _memory(
-        self, layout: KvLayout, ranks: ProcessRanks, num_blocks: int, device: str
+        self, layout: KvLayout, ranks: DistributedRanks, num_blocks: int, device: str
     ) -> KvMemory:
         if torch.device(device).type == "cpu":
             return KvMemory(layout, num_blocks, device, shared_file=self._cache_file)

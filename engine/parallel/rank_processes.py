@@ -42,7 +42,7 @@ from engine.parallel.messages import (
     read_from_rank,
 )
 from engine.parallel.rank_grid import Grid
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 
 PROGRAM = (sys.executable, "-P", "-m", "engine.parallel.rank_main")
 """The command of a rank's process; the numbers of its socket and its two files are appended."""

@@ -17,7 +17,7 @@ is fixed, because replay and resume depend on it:
     11 top_k                 thresholds: ties at the edge stay in
     12 top_p                 of what top_k left, renormalised
     13 min_p
-    sample          argmax of scaled logit + noise of (seed, sample      baton_kernels/noise.py
+    sample          argmax of scaled logit + noise of (seed, sample    baton_kernels/gumbel_noise.py
                     index, position, token id); or acceptance of         engine/speculation/
                     draft tokens (SamplingRequest.proposals)             rejection_sampler.py
 
@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from baton_kernels.dispatch import Backend
 from baton_kernels.sampling import (
     DrawnTokens,
@@ -479,7 +479,7 @@ def _parameters(
     words = np.zeros((7, _aligned(num_rows)), dtype=np.int32)
     if needs != "greedy":
         samplings = [one.sampling for one in requests]
-        words[:2].reshape(-1).view(np.int64)[:num_rows] = noise.seed_keys(
+        words[:2].reshape(-1).view(np.int64)[:num_rows] = gumbel_noise.seed_keys(
             [one.seed for one in samplings], [one.sample_index for one in requests]
         )
         words[2, :num_rows] = [one.position for one in requests]
@@ -564,4 +564,4 @@ def _rng_key(row: Row) -> int | None:
     one = row.request
     if row.metadata.needs == "greedy" or one.proposals is not None:
         return None
-    return noise.row_key(one.sampling.seed, one.sample_index, one.position)
+    return gumbel_noise.row_key(one.sampling.seed, one.sample_index, one.position)

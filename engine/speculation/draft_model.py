@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
@@ -172,7 +172,7 @@ def _noisy_scores(
     coupled = [row for row in sampled.tolist() if not rows[row][0].is_drawn]
     if coupled:
         own = [rows[row] for row in coupled]
-        keys = noise.row_keys(
+        keys = gumbel_noise.row_keys(
             [task.sampling.seed for task, _ in own],
             [task.sample_index for task, _ in own],
             [len(task.token_ids) + ahead for task, ahead in own],
@@ -180,7 +180,9 @@ def _noisy_scores(
         if token_ids is None:
             token_ids = torch.arange(scores.shape[-1], device=device)
         own_keys = torch.from_numpy(keys).to(device)[:, None]
-        scores[torch.tensor(coupled, device=device)] += noise.gumbel(own_keys, token_ids[None])
+        scores[torch.tensor(coupled, device=device)] += gumbel_noise.gumbel(
+            own_keys, token_ids[None]
+        )
     return scores
 
 
@@ -420,10 +422,12 @@ class DraftModelProposer:
         sampled = np.flatnonzero(np.array(temperatures) > 0.0)
         if len(sampled):
             rows = torch.from_numpy(sampled).to(scores.device)
-            keys = torch.from_numpy(noise.row_keys(seeds, samples, positions)).to(scores.device)
+            keys = torch.from_numpy(gumbel_noise.row_keys(seeds, samples, positions)).to(
+                scores.device
+            )
             heat = torch.tensor(temperatures, device=scores.device)[rows, None]
             every = torch.arange(scores.shape[-1], device=scores.device)[None]
-            scores[rows] = scores[rows] / heat + noise.gumbel(keys[rows, None], every)
+            scores[rows] = scores[rows] / heat + gumbel_noise.gumbel(keys[rows, None], every)
         return scores
 
 

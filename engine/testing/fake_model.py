@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from baton_kernels.noise import uniform, words
+from baton_kernels.gumbel_noise import uniform, words
 
 from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout

@@ -14,10 +14,10 @@ import torch
 
 from baton_kernels import attention_reference
 from baton_kernels.attention_plan import Config, Rotation, Tree, Workspace
+from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.dispatch import Backend, runs_triton
 from baton_kernels.kv_quantization import dequantize
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.paged_kv import BlockRows, Tails
 
 
 def decode_attention(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 
 LOG2_E = 1.4426950408889634
 

@@ -28,8 +28,8 @@ from baton_kernels.attention_plan import (
     quantization,
     steps,
 )
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import overlap_options
-from baton_kernels.paged_kv import BlockRows
 from baton_kernels.paged_walk_triton import (
     finish,
     merge,

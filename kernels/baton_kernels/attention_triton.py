@@ -37,8 +37,8 @@ from baton_kernels.attention_plan import (
     steps,
 )
 from baton_kernels.attention_shares_triton import launch_shares
+from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.dispatch import overlap_options
-from baton_kernels.paged_kv import BlockRows, Tails
 from baton_kernels.paged_walk_triton import (
     extent,
     finish,

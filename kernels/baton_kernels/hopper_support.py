@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 
 TRITON_VERSIONS = ("3.6.",)
 """Triton versions that the Gluon kernels were tested with."""

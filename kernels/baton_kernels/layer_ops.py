@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend, runs_triton
-from baton_kernels.paged_kv import BlockRows
 
 
 def rms_norm(

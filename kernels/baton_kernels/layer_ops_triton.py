@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import overlap_options
-from baton_kernels.paged_kv import BlockRows
 
 
 @triton.jit

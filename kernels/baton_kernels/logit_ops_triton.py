@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from baton_kernels import logit_ops as door
-from baton_kernels.noise_triton import EXACT
+from baton_kernels.gumbel_noise_triton import EXACT
 
 _TOKENS = 256
 _WORDS = 64

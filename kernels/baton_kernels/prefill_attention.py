@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from baton_kernels import attention_reference
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend, runs_triton
 from baton_kernels.layer_ops import check_tables
-from baton_kernels.paged_kv import BlockRows
 
 
 def prefill_attention(

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.hopper_support import GROUP_ROWS, NUM_KEYS, token_matrix
-from baton_kernels.paged_kv import BlockRows
 
 _LOG2_E = 1.4426950408889634
 _NUM_STAGES = 2

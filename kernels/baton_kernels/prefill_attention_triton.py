@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from baton_kernels.attention_plan import LOG2_E, SPLIT_POSITIONS, config_for, steps, widths
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.paged_walk_triton import finish, merge_parts, walk_positions
 
 _LOG2_E = 1.4426950408889634

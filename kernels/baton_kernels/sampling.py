@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from baton_kernels.dispatch import Backend, runs_triton
 
 Needs = Literal["greedy", "sampled", "truncated"]
@@ -142,8 +142,8 @@ def draw_tokens_reference(
         distances = (best[:, None] - values) / temperature[:, None]
         distances = torch.where(is_sampled[:, None], distances, 0.0)
         limits = _limits_by_masses(distances, rows, truncates=needs == "truncated")
-        keys = noise.keys_at(rows.seed_keys, rows.positions)
-        scores = noise.gumbel(keys[:, None], ids[None]) - distances
+        keys = gumbel_noise.keys_at(rows.seed_keys, rows.positions)
+        scores = gumbel_noise.gumbel(keys[:, None], ids[None]) - distances
         scores = torch.where(distances <= limits[:, None], scores, -torch.inf)
         is_winner = scores == scores.amax(dim=1, keepdim=True)
         winners = torch.where(is_winner, ids, num_tokens).amin(dim=1)
@@ -173,7 +173,7 @@ def _limits_by_masses(
 ) -> torch.Tensor:
     is_cut = rows.min_p >= LEAST_MIN_P
     least = torch.where(is_cut, rows.min_p, 1.0).float()
-    limits = torch.where(is_cut, -noise.log(least), torch.inf)
+    limits = torch.where(is_cut, -gumbel_noise.log(least), torch.inf)
     if not truncates:
         return limits
     num_tokens = distances.shape[1]
@@ -181,7 +181,7 @@ def _limits_by_masses(
     is_ranked = (rows.top_k > 0) & (rows.top_k < num_tokens)
     last = (rows.top_k.long() - 1).clamp(0, num_tokens - 1)
     farthest = torch.where(is_ranked, ascending.gather(1, last[:, None])[:, 0], torch.inf)
-    mass = noise.masses(ascending)
+    mass = gumbel_noise.masses(ascending)
     mass = torch.where(ascending <= farthest[:, None], mass, 0).cumsum(dim=1)
     total = mass[:, -1]
     wanted = torch.ceil(total.double() * rows.top_p.double()).long()
@@ -288,7 +288,7 @@ def _draw_tokens_on_cpu(
             scaled.div_(own_rows.temperature[:, None])
             truncation = _truncation_of(own_rows, truncates=needs == "truncated")
             floors = _thresholds(scaled, *truncation)
-            keys = noise.keys_at(own_rows.seed_keys, own_rows.positions)
+            keys = gumbel_noise.keys_at(own_rows.seed_keys, own_rows.positions)
             ids[part] = _choose(scaled, torch.from_numpy(ids[part]), keys, floors)
     out.token_ids.numpy()[:] = np.where(is_sound, ids, 0)
     out.best_values.numpy()[:] = np.where(is_row & (best != 0), best, np.float32(0.0))
@@ -466,8 +466,8 @@ def _choose(
     """
     num_rows, num_tokens = scaled.shape
     # The most probable token is always in: its score bounds the winner's from below.
-    reached = noise.gumbel(keys, first_ids)
-    floors = torch.maximum(reached - noise.NOISE_MAX, floors)
+    reached = gumbel_noise.gumbel(keys, first_ids)
+    floors = torch.maximum(reached - gumbel_noise.NOISE_MAX, floors)
     is_in = scaled.numpy() >= floors.numpy()[:, None]
     places = torch.from_numpy(np.flatnonzero(is_in))  # flat, ascending
     if len(places) > _MANY:
@@ -479,7 +479,7 @@ def _choose(
     rows = places // num_tokens
     token_ids = places - rows * num_tokens
     scores = scaled.view(-1).index_select(0, places)
-    scores += noise.gumbel(keys.index_select(0, rows), token_ids)
+    scores += gumbel_noise.gumbel(keys.index_select(0, rows), token_ids)
     best = torch.full((num_rows,), -math.inf)
     best = best.scatter_reduce(0, rows, scores, reduce="amax")
     # Equal scores are possible (noise has 2^23 values): the lowest token id wins.
@@ -495,7 +495,7 @@ def _sampled(
     """Raise `reached` [B] to the best score among every 32nd token of those that are in."""
     some = scaled[:, ::_STRIDE]
     token_ids = torch.arange(0, scaled.shape[-1], _STRIDE)
-    scores = some + noise.gumbel(keys[:, None], token_ids[None])
+    scores = some + gumbel_noise.gumbel(keys[:, None], token_ids[None])
     scores = torch.where(some >= floors[:, None], scores, -math.inf)
     return torch.maximum(reached, scores.amax(dim=-1))
 
@@ -514,10 +514,10 @@ def _able(
     for start in range(0, len(places), _BLOCK):
         block = slice(start, start + _BLOCK)
         place, row = places[block], rows[block]
-        words = noise.words(keys.index_select(0, row), place - row * num_tokens)
+        words = gumbel_noise.words(keys.index_select(0, row), place - row * num_tokens)
         lack = reached.index_select(0, row) - scaled.view(-1).index_select(0, place)
         steps = lack.clamp_(_LEAST_LACK, _MOST_LACK).sub_(_LEAST_LACK).int()
-        found.append(place[noise.ranks(words) >= needed.index_select(0, steps)])
+        found.append(place[gumbel_noise.ranks(words) >= needed.index_select(0, steps)])
     return torch.cat(found)
 
 
@@ -536,7 +536,7 @@ def _able_of_all(
         lack = reach[block] - values[block]
         np.clip(lack, _LEAST_LACK, _MOST_LACK, out=lack)
         lack -= _LEAST_LACK
-        ranks = noise.rank_grid(key[block], num_tokens)
+        ranks = gumbel_noise.rank_grid(key[block], num_tokens)
         enough = ranks >= needed.take(lack.astype(np.int64))
         found.append(np.flatnonzero(enough) + start * num_tokens)
     places = torch.from_numpy(np.concatenate(found))
@@ -549,4 +549,4 @@ def _needed_ranks() -> torch.Tensor:
     """Build a table whose entry i is the least rank with which a token that lacks _LEAST_LACK + i
     or more could win."""
     lacks = range(_LEAST_LACK, _MOST_LACK + 1)
-    return torch.tensor([noise.least_rank(lack - _SLACK) for lack in lacks])
+    return torch.tensor([gumbel_noise.least_rank(lack - _SLACK) for lack in lacks])

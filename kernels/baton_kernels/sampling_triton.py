@@ -36,10 +36,18 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels import noise as plain
+from baton_kernels import gumbel_noise as plain
 from baton_kernels import sampling as door
 from baton_kernels.dispatch import overlap_options
-from baton_kernels.noise_triton import EXACT, gumbel_of, log, masses, may_reach, ranks, row_key
+from baton_kernels.gumbel_noise_triton import (
+    EXACT,
+    gumbel_of,
+    log,
+    masses,
+    may_reach,
+    ranks,
+    row_key,
+)
 
 NUM_BINS = tl.constexpr(2048)
 MAX_MAXIMA = tl.constexpr(4096)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.transport.device import LAST_SPINS, CopyQueue, Device, DeviceMark, wait_for
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 
 IN_FLIGHT = 3
 """Pieces of a copy that are queued on the device at once, or more short ones of as many bytes: the

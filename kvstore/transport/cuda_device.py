@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.errors import TransferFailed
 from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, DeviceMark, Shared
-from process.errors import BatonError, FailedPrecondition
+from process.rpc_errors import BatonError, FailedPrecondition
 
 _LIBRARY = "libcuda.so.1"
 _NOT_READY = 600

@@ -55,7 +55,7 @@ from kvstore.transport.base import (
 from kvstore.transport.copy_pipeline import CopyPipeline, Flight, IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, DeviceMark, PendingChecksums, Shared
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition
+from process.rpc_errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
 
 Breaks = npt.NDArray[np.bool_]

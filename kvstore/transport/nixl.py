@@ -35,7 +35,7 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.nixl_agent import NixlAgent, Region, merge_runs
 from process.deadline import Deadline
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,

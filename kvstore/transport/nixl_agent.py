@@ -35,7 +35,7 @@ import numpy as np
 
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, FailedPrecondition
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition
 
 _PIECES_IN_FLIGHT = 4
 _NAP_MIN_S, _NAP_MAX_S, _NAP_ABANDONED_S = 50e-6, 1e-3, 20e-3

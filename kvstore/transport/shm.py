@@ -47,7 +47,7 @@ from kvstore.transport.copy_pipeline import (
 from kvstore.transport.device import Copies, CopyQueue, Device
 from process.background_tasks import complete_despite_cancel
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, FailedPrecondition
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition
 
 ROUND_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at generations, deadline and cancellation: under 1 ms (6 GB/s,

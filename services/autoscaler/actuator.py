@@ -27,8 +27,8 @@ import grpc.aio
 from process import logs, rpc
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks, start_task
-from process.errors import BatonError, FailedPrecondition, Internal, PermissionDenied
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, FailedPrecondition, Internal, PermissionDenied
 from protos import common_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.decision import ActionOutcome, Decision, Direction
 from services.autoscaler.leader import Leadership

@@ -30,11 +30,11 @@ from prometheus_client.metrics_core import Metric
 from process import grpc_server, logs
 from process.authorization import RULES, PeerRole
 from process.background_tasks import end_tasks, start_task
-from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.registry import connect_redis
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, Unavailable
 from process.tls import TlsIdentity
 from protos import autoscaler_pb2, common_pb2
 from services.autoscaler import metrics, observer

@@ -19,9 +19,9 @@ from typing import Any
 import grpc.aio
 
 from process import rpc
-from process.errors import InvalidArgument, NotFound, Unavailable
 from process.grpc_server import PublicPortLimits
 from process.memory_budget import MemoryBudget
+from process.rpc_errors import InvalidArgument, NotFound, Unavailable
 from protos import autoscaler_pb2, autoscaler_pb2_grpc, externalscaler_pb2, externalscaler_pb2_grpc
 from services.autoscaler.signals import ByRole, Role
 

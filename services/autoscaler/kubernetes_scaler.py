@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from process import kubernetes_config, logs
-from process.errors import BatonError
 from process.kubernetes_config import NAMESPACE_FILE
+from process.rpc_errors import BatonError
 from process.settings import SettingsError
 from services.autoscaler import scaler
 from services.autoscaler.config import KubernetesSettings

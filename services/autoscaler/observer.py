@@ -23,7 +23,7 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import registry
-from process.errors import Internal, Unavailable
+from process.rpc_errors import Internal, Unavailable
 from protos import common_pb2, router_status_pb2
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import (

@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.autoscaler import capacity_model
 from services.autoscaler.capacity_model import (
     Capacity,

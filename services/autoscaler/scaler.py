@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.autoscaler.decision import Decision
 from services.autoscaler.signals import ByRole, Role
 

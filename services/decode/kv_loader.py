@@ -71,7 +71,7 @@ from kvstore.node_ids import is_lender
 from process import logs
 from process.background_tasks import start_task
 from process.deadline import Deadline
-from process.errors import BatonError, Unavailable
+from process.rpc_errors import BatonError, Unavailable
 from services.decode.request_spec import DecodeRequestSpec, DecodeState
 from services.worker import handle as handles
 from services.worker.handle import Handle, HandleRun

@@ -24,7 +24,7 @@ import grpc.aio
 from engine.outputs import RequestOutput
 from process import rpc, trace_spans
 from process.deadline import Deadline
-from process.errors import AlreadyExists, BatonError, InvalidArgument, NotFound
+from process.rpc_errors import AlreadyExists, BatonError, InvalidArgument, NotFound
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.event_sink import DecodeEventSink, StreamLoad
 from services.decode.kv_loader import GenerateCommand, give_back, is_for

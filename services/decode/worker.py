@@ -67,7 +67,7 @@ from engine.request import DetachedRequest, Reservation
 from engine.speculation.remote import DraftTraces
 from kvstore.errors import DEADLINE
 from process.deadline import Deadline
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     FailedPrecondition,
     Internal,

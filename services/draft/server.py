@@ -27,8 +27,8 @@ from engine.speculation.draft_sessions import CachingProposer, DraftSessions, Se
 from process import entrypoint, grpc_server, logs, rpc
 from process.authorization import RULES, PeerRole
 from process.deadline import Deadline
-from process.errors import Unavailable
 from process.metrics import MetricsServer, counter, gauge
+from process.rpc_errors import Unavailable
 from process.tls import TlsIdentity
 from protos import draft_pb2, draft_pb2_grpc
 from services.draft.config import DraftSettings

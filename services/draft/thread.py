@@ -24,7 +24,7 @@ from engine.speculation.draft_sessions import DraftSessions
 from process import logs
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
+from process.rpc_errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
 from services.worker.engine_thread import StepWatch
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from engine.outputs import FilledBlock
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.exported_blocks import ExportOffer
 from process.background_tasks import start_task
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_builder import LeasedBlocks

@@ -29,7 +29,7 @@ from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.prefill.request import PrefixLease, PrefixLeases, PrefixRun
 from services.worker.provenance import FINGERPRINT, LegProvenance
 from services.worker.runtime import WorkerCore

@@ -35,7 +35,7 @@ from kvstore.client import KvStoreClient
 from process import trace_spans
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, Internal
+from process.rpc_errors import BatonError, Internal
 from process.trace_spans import Span
 from services.prefill.lending import LentPrompt
 from services.worker.provenance import HandoverPath, LegProvenance, StageClock, TracedChunks

@@ -28,7 +28,7 @@ from engine.scheduler import MAX_PROMPT_ROWS
 from process import rpc, trace_spans
 from process.background_tasks import start_task
 from process.deadline import Deadline
-from process.errors import AlreadyExists, BatonError, Cancelled, Internal, InvalidArgument
+from process.rpc_errors import AlreadyExists, BatonError, Cancelled, Internal, InvalidArgument
 from process.trace_spans import NOOP_SPAN, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.handoff import PrefillAnswer

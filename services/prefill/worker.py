@@ -45,7 +45,7 @@ from engine.request import Request, Reservation
 from kvstore.errors import STORE_UNAVAILABLE
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, Internal, NoCapacity, Unavailable
+from process.rpc_errors import BatonError, Internal, NoCapacity, Unavailable
 from services.prefill.handoff import HandoffBuilder, PrefillAnswer
 from services.prefill.prefix_loader import PrefixLoader, PrefixLoadRequest
 from services.prefill.request import (

@@ -28,7 +28,9 @@ from process import logs, rpc
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import (
+from process.registry import REDIS_FAILURES
+from process.rpc import Dialer
+from process.rpc_errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,
@@ -36,8 +38,6 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from process.registry import REDIS_FAILURES
-from process.rpc import Dialer
 from protos import (
     common_pb2,
     decode_pb2_grpc,

@@ -78,7 +78,7 @@ from typing import Any
 from process.api_keys import TenantLimits
 from process.background_tasks import start_task
 from process.deadline import Clock, Deadline
-from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+from process.rpc_errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
 from protos import inference_pb2
 from services.router.config import AdmissionSettings
 from services.router.rate_limit import RateLimits

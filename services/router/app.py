@@ -26,10 +26,10 @@ from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
 from process import entrypoint, grpc_server, logs, metrics, registry
 from process.authorization import RULES, PeerRole
-from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, Labels, MetricsServer
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, Unavailable
 from process.settings import SettingsError
 from process.tls import TlsIdentity, is_loopback
 from process.tracing import Tracing

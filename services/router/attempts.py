@@ -16,7 +16,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from process.deadline import Deadline
-from process.errors import AlreadyExists, BatonError, Cancelled, Internal, NoCapacity, Unavailable
+from process.rpc_errors import (
+    AlreadyExists,
+    BatonError,
+    Cancelled,
+    Internal,
+    NoCapacity,
+    Unavailable,
+)
 
 Key = tuple[str, str]
 _RETRY_S = 1.0

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from process import api_keys
 from process.api_keys import TenantLimits
-from process.errors import PermissionDenied, Unauthenticated
+from process.rpc_errors import PermissionDenied, Unauthenticated
 from process.secret_files import WatchedFile
 from protos import inference_pb2
 from services.router import identity

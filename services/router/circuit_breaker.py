@@ -30,8 +30,8 @@ from process import logs, rpc
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks
 from process.deadline import Clock
-from process.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from services.router.policies import PREFILL
 from services.router.worker_views import WorkerView

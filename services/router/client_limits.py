@@ -28,10 +28,10 @@ from typing import Any, Self
 
 from prometheus_client.metrics_core import Metric
 
-from process.errors import Cancelled, Internal
 from process.grpc_server import PublicPortLimits
 from process.memory_budget import MemoryBudget, MemoryGrant
 from process.metrics import Labels, counter, gauge
+from process.rpc_errors import Cancelled, Internal
 from services.router.callers import Caller
 from services.router.config import RouterLimits, RouterTimes
 

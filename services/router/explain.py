@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from process.errors import InvalidArgument, NotFound
+from process.rpc_errors import InvalidArgument, NotFound
 from protos import common_pb2, inference_pb2
 from services.router.admission import Admission, AdmissionEntry
 from services.router.placement import Key, PlacementDecision

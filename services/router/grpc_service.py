@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from process import logs, rpc, trace_spans
-from process.errors import BatonError, InvalidArgument
+from process.rpc_errors import BatonError, InvalidArgument
 from process.trace_spans import Attributes
 from protos import inference_pb2
 from services.router.adapter_changes import AdapterChanges

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from process import errors
+from process import rpc_errors
 from services.router.validation import ContextLengthExceeded
 
 CLIENT_CLOSED = 499
 """Nobody is there to read it; what proxies log for it."""
 
 
-class ModelNotFound(errors.InvalidArgument):
+class ModelNotFound(rpc_errors.InvalidArgument):
     """A name that no model has: OpenAI's API answers it as a thing that is not there."""
 
     def __init__(self, problem: str) -> None:
@@ -62,23 +62,23 @@ class HttpError:
 
 
 # Most specific first: the first that matches decides.
-_KINDS: tuple[tuple[type[errors.BatonError], int, str, str], ...] = (
-    (errors.InvalidArgument, 400, "invalid_request_error", "invalid_value"),
-    (errors.Unauthenticated, 401, "authentication_error", "invalid_api_key"),
-    (errors.PermissionDenied, 403, "permission_error", "permission_denied"),
-    (errors.NotFound, 404, "invalid_request_error", "not_found"),
-    (errors.AlreadyExists, 409, "invalid_request_error", "already_exists"),
-    (errors.FailedPrecondition, 409, "invalid_request_error", "failed_precondition"),
-    (errors.NoCapacity, 429, "rate_limit_error", "no_capacity"),
-    (errors.Unavailable, 503, "service_unavailable_error", "unavailable"),
-    (errors.DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
-    (errors.Cancelled, CLIENT_CLOSED, "invalid_request_error", "cancelled"),
+_KINDS: tuple[tuple[type[rpc_errors.BatonError], int, str, str], ...] = (
+    (rpc_errors.InvalidArgument, 400, "invalid_request_error", "invalid_value"),
+    (rpc_errors.Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    (rpc_errors.PermissionDenied, 403, "permission_error", "permission_denied"),
+    (rpc_errors.NotFound, 404, "invalid_request_error", "not_found"),
+    (rpc_errors.AlreadyExists, 409, "invalid_request_error", "already_exists"),
+    (rpc_errors.FailedPrecondition, 409, "invalid_request_error", "failed_precondition"),
+    (rpc_errors.NoCapacity, 429, "rate_limit_error", "no_capacity"),
+    (rpc_errors.Unavailable, 503, "service_unavailable_error", "unavailable"),
+    (rpc_errors.DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (rpc_errors.Cancelled, CLIENT_CLOSED, "invalid_request_error", "cancelled"),
 )
 
 
 def http_error_of(error: BaseException) -> HttpError:
     """A field is named as the error names it: see `InvalidArgument.renamed`."""
-    if isinstance(error, errors.InvalidArgument):
+    if isinstance(error, rpc_errors.InvalidArgument):
         if isinstance(error, ContextLengthExceeded):
             return _too_long(error)
         is_model = isinstance(error, ModelNotFound)

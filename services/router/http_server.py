@@ -63,9 +63,9 @@ from prometheus_client.metrics_core import Metric
 from process import logs
 from process.authorization import PeerRole, names_of, roles_of
 from process.background_tasks import end_tasks, start_task
-from process.errors import NoCapacity, PermissionDenied, Unavailable
 from process.grpc_server import HANDSHAKE_S
 from process.metrics import Labels, counter
+from process.rpc_errors import NoCapacity, PermissionDenied, Unavailable
 from process.settings import split_host_port
 from process.tls import uris_of
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status

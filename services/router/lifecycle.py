@@ -80,7 +80,7 @@ from typing import Any
 
 from process import logs, trace_spans
 from process.deadline import Deadline
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,

@@ -45,7 +45,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from process import metrics
-from process.errors import (
+from process.metrics import Labels, gauge, gauges
+from process.registry import RedisAccess, RegistryHeartbeat
+from process.rpc import status_of
+from process.rpc_errors import (
     AlreadyExists,
     Cancelled,
     Internal,
@@ -53,9 +56,6 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
-from process.metrics import Labels, gauge, gauges
-from process.registry import RedisAccess, RegistryHeartbeat
-from process.rpc import status_of
 from protos import common_pb2, inference_pb2, router_status_pb2
 from services.router.admission import REASONS, Admission
 from services.router.rate_limit import OverRate

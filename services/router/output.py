@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
 from services.router.worker_client import SampleNews, num_first_messages
 from tokens.text import OutputText, TextDelta

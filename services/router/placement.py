@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from kvstore import block_hash
 from process import logs
-from process.errors import Internal, Unavailable
+from process.rpc_errors import Internal, Unavailable
 from services.router import policies
 from services.router.circuit_breaker import Probation
 from services.router.metrics import RouterMetrics

@@ -105,7 +105,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kvstore.node_ids import is_lender
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from services.router.config import HandoverMode, RouterCosts, RoutingPolicy
 from services.router.prefixes import NO_PREFIXES, FoundPrefixes, Layout, StoreRun, plan_runs
 from services.router.worker_views import LinkView

@@ -36,7 +36,7 @@ import numpy as np
 from kvstore import block_hash
 from kvstore.block_hash import HashTurns
 from process import logs
-from process.errors import BatonError, Internal
+from process.rpc_errors import BatonError, Internal
 from protos import common_pb2
 from services.router.worker_views import StoreView
 

@@ -22,7 +22,7 @@ import redis.asyncio
 from process import logs, registry
 from process.api_keys import TenantLimits
 from process.deadline import Clock
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from process.settings import SettingsError
 from protos import common_pb2, inference_pb2
 from services.router import identity, validation

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from process.settings import SettingsError
 from protos import inference_pb2
 from services.router.placement import Placer

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument
+from process.rpc_errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument
 from process.tracing import OFF, Tracing
 from protos import inference_pb2
 from services.router import explain, identity, validation

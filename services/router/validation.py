@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import common_pb2, inference_pb2
 from services.router.config import RouterLimits
 

@@ -90,9 +90,9 @@ from process import logs, rpc, trace_spans
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks
 from process.deadline import Clock, Deadline
-from process.errors import BatonError, Cancelled, Internal, Unavailable
 from process.registry import BEAT_EVERY_S
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, Cancelled, Internal, Unavailable
 from protos import common_pb2, decode_pb2, prefill_pb2
 from services.router.config import RouterTimes
 from services.router.sealed_handle import (

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from process.deadline import Clock
-from process.errors import Internal, InvalidArgument, Unavailable
+from process.rpc_errors import Internal, InvalidArgument, Unavailable
 from protos import common_pb2
 from services import adapter_wishes
 from services.router.admission import is_expected

@@ -34,7 +34,7 @@ from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from process import logs
 from process.background_tasks import end_tasks, start_task
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     FailedPrecondition,
     InvalidArgument,

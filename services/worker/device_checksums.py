@@ -35,7 +35,7 @@ from engine.decoder.graph_set import GraphMemory, GraphSet
 from kvstore import block_hash
 from kvstore.errors import TransferFailed
 from kvstore.transport.device import DeviceMark
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 
 STALL_S = 10.0
 """Seconds after which a device that has not computed one batch counts as failed."""

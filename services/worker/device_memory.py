@@ -23,7 +23,7 @@ from kvstore.errors import TransferFailed
 from kvstore.transport.base import CUDA_IPC, BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, DeviceMark, Shared
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from services.worker.device_checksums import CudaChecksums
 from services.worker.engine_port import KvMemoryPort
 

@@ -48,7 +48,7 @@ from engine.metrics import EngineStats
 from engine.outputs import StepOutput
 from process import logs
 from process.background_tasks import end_tasks, start_task
-from process.errors import Internal, Unavailable
+from process.rpc_errors import Internal, Unavailable
 from services.worker.engine_port import WorkerEngine
 from services.worker.step_log import StepLog
 

@@ -49,7 +49,7 @@ from kvstore.block_refs import Block, PackedBlocks
 from kvstore.errors import DEADLINE, INCARNATION
 from process import signing_keys
 from process.deadline import Clock
-from process.errors import BatonError, Internal
+from process.rpc_errors import BatonError, Internal
 from process.secret_files import WatchedFile
 from process.signing_keys import SigningKey
 from protos import common_pb2

@@ -71,7 +71,7 @@ from kvstore.transport.base import BlockMemory
 from process import logs
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded
+from process.rpc_errors import BatonError, DeadlineExceeded
 from process.settings import SettingsError
 from services.worker.config import WorkerLimits
 from services.worker.store_pool import StoreConnector, reason_of

@@ -20,7 +20,7 @@ from kvstore.block_refs import PackedBlocks
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.node_ids import lender_node_id
 from kvstore.service import KvStoreServicer
-from process.errors import BatonError, Internal
+from process.rpc_errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_pool import StoreTarget
 

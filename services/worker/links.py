@@ -22,7 +22,7 @@ from kvstore.link_quality import Link, LinkRates, Verdict, judge, num_blocks_wan
 from process import logs
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker.engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.metrics import MetricsSnapshot
-from process.errors import BatonError
 from process.metrics import (
     SCRAPE_WAIT_S,
     Labels,
@@ -27,6 +26,7 @@ from process.metrics import (
     histogram,
     trace_spans,
 )
+from process.rpc_errors import BatonError
 from services.worker.kv_swap import StoreParking
 from services.worker.runtime import WorkerCore
 

@@ -58,9 +58,15 @@ from kvstore.transport.base import BlockMemory
 from process import entrypoint, registry, tls
 from process.authorization import PeerRole
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from process.registry import BEAT_EVERY_S, RedisAccess, RegistryHeartbeat
 from process.rpc import Dialer
+from process.rpc_errors import (
+    BatonError,
+    FailedPrecondition,
+    InvalidArgument,
+    NoCapacity,
+    Unavailable,
+)
 from process.trace_spans import Value
 from process.tracing import Tracing
 from protos import common_pb2

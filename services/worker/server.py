@@ -52,8 +52,14 @@ from process import grpc_server, logs, rpc, tls
 from process.authorization import RULES, PeerRole
 from process.background_tasks import end_tasks
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
 from process.metrics import MetricsServer
+from process.rpc_errors import (
+    BatonError,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from process.settings import SettingsError
 from protos import (
     decode_pb2_grpc,

@@ -95,8 +95,8 @@ from process import logs, rpc
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Clock, Deadline
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
+from process.rpc_errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.device_memory import block_memory, check_transports
 from services.worker.engine_port import WorkerEngine

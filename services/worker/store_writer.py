@@ -64,7 +64,7 @@ from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import trace_spans
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition
+from process.rpc_errors import BatonError, FailedPrecondition
 from process.trace_spans import Span
 from services.worker.config import WorkerLimits
 from services.worker.engine_port import WorkerEngine

@@ -29,7 +29,7 @@ import numpy as np
 
 from engine.input_processor import MAX_SAMPLES
 from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import common_pb2
 
 EventT = TypeVar("EventT")

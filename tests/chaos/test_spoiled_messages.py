@@ -18,7 +18,7 @@ from kvstore import store_process
 from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.slot_pool import SlotState
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from tests.harness.control_proxy import ControlProxy, Mischief
 from tests.harness.store import SETTINGS, Worker, driven
 from tests.harness.waiting import within

@@ -24,7 +24,7 @@ from engine.request import FinishReason, Sampling
 from engine_client.interface import Ask, EngineClient, News
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
-from process.errors import AlreadyExists, BatonError, DeadlineExceeded, InvalidArgument
+from process.rpc_errors import AlreadyExists, BatonError, DeadlineExceeded, InvalidArgument
 from tests.conftest import LONG
 from tests.harness.adapters import save_adapter
 from tests.harness.engine_clients import KINDS as ALL_KINDS

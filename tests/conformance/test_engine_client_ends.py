@@ -32,7 +32,7 @@ from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
 from engine_client.interface import Ask, EngineClient, News
 from engine_client.process_client import DataParallelClient, ProcessClient
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,

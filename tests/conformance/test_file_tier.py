@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import DeadlineExceeded, NoCapacity
+from process.rpc_errors import DeadlineExceeded, NoCapacity
 from tests.harness.file_tier import FileTierOf, StalledReads
 from tests.harness.store import (
     SETTINGS,

@@ -19,7 +19,7 @@ from kvstore import store_process
 from kvstore.config import KvStoreSettings
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
 from kvstore.store_status import StoreMetrics
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 from tests.harness.huge_pool import HugePool
 from tests.harness.store import NewWorker, chain_of
 

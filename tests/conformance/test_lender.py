@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
+from process.rpc_errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from tests.harness.sources import LENDING, MAPPED, TTL_S, Lending, lending
 from tests.harness.store import BLOCK_BYTES, NewWorker, OnDevice, Worker, name_of
 from tests.harness.waiting import until, within

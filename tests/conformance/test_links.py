@@ -8,7 +8,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from process.errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
 from tests.harness.links import (
     MAX_BLOCKS,
     MAX_SHARE,

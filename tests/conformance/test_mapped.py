@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from tests.harness.mapping import (
     ALL_ARE_LONG,
     FOR_LONG_S,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from tests.harness.store import Calls, LocalStore, NewWorker, anywhere, chain_of
 
 pytestmark = pytest.mark.oracle

@@ -26,7 +26,7 @@ from kvstore.index import PrefixIndex
 from kvstore.service import KvStoreServicer
 from kvstore.store_node import BLOCKS_A_TURN, MATCHED_PER_WRITTEN, TOUCH_AHEAD_BYTES
 from process import grpc_server, registry, rpc
-from process.errors import (
+from process.rpc_errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from tests.harness.store import SETTINGS, LocalStore, NewWorker, chain_of, local_store
 from tests.harness.waiting import until, within
 

@@ -20,7 +20,7 @@ from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.nixl_push import PeerBlocks
 from kvstore.transport.nixl_agent import NixlAgent, Region
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from tests.harness.store import NewStore, NewWorker, chain_of
 from tests.harness.waiting import WAIT_S, until, within
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import DeadlineExceeded, NotFound, Unavailable
+from process.rpc_errors import DeadlineExceeded, NotFound, Unavailable
 from tests.harness.store import (
     BLOCK_BYTES,
     NUM_BLOCKS,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import BatonError, FailedPrecondition, Unavailable
+from process.rpc_errors import BatonError, FailedPrecondition, Unavailable
 from tests.conftest import LONG
 from tests.harness.sources import LENDING, MAPPED, Lending, Stored, lending, stored
 from tests.harness.store import (

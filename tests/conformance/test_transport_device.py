@@ -24,7 +24,7 @@ from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import STAGING_BYTES, PinnedStaging, Shared, wait_for
 from kvstore.transport.grpc import StagedTransport
 from kvstore.transport.shm import DeviceShmTransport
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
+from process.rpc_errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.harness.fake_device import FakeDevice
 from tests.harness.mapping import DeviceHasher
 from tests.harness.store import NewWorker, OnDevice, Worker, chain_of

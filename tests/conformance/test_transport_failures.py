@@ -18,7 +18,7 @@ from kvstore.slot_pool import SlotState
 from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, Unavailable
+from process.rpc_errors import DeadlineExceeded, Unavailable
 from tests.harness import forks
 from tests.harness.forks import Forked
 from tests.harness.store import NewStore, NewWorker, chain_of, driven, paused

@@ -34,7 +34,7 @@ from baton import ClusterConfig, LocalCluster, cli
 from baton.answers import Completion
 from baton.client import SyncClient
 from baton.cluster.supervisor import ClusterEvent
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from process.trace_spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of

@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf import json_format
 
 from process import grpc_server, registry, rpc
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from protos import common_pb2, router_status_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import (

@@ -21,7 +21,7 @@ from engine_client.encoded_errors import Failure
 from engine_client.in_process import InProcessClient
 from engine_client.interface import Ask, EngineClient, LoadedAdapter, News
 from engine_client.process_client import DataParallelClient, ProcessClient
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.errors import TransferFailed
 from kvstore.transport.device import PEER_COPIES, Copies, Shared, wait_for
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 
 
 class FakeStream:

@@ -22,7 +22,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.testing.fake_model import HIDDEN_SIZE as HIDDEN_SIZE
 from engine.testing.fake_model import FakeModel
 from kvstore import block_hash
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.worker.engine_thread import EngineThread
 from tests.harness.waiting import WAIT_S
 

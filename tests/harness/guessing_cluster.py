@@ -23,8 +23,8 @@ from kvstore.config import KvStoreSettings
 from process import rpc
 from process.background_tasks import end_tasks
 from process.deadline import Deadline
-from process.errors import BatonError
 from process.rpc import PLAIN
+from process.rpc_errors import BatonError
 from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings

@@ -23,7 +23,7 @@ from kvstore.transport.base import GetItems, GetResult
 from kvstore.transport.device import DeviceMark
 from kvstore.transport.device import PeerCopies as PeerCopies
 from process.deadline import Deadline
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 from tests.harness.fake_device import FakeStream
 from tests.harness.sources import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, NUM_BLOCKS, Worker

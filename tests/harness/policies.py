@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import get_args
 
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.router.config import RoutingPolicy

@@ -26,7 +26,7 @@ from kvstore import block_hash, store_process
 from kvstore.block_refs import Block
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from process.tracing import TracingSettings
 from protos import (
     common_pb2,

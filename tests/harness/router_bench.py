@@ -28,9 +28,9 @@ import pytest
 
 from kvstore import block_hash, index
 from process import entrypoint, grpc_server, registry, rpc
-from process.errors import BatonError
 from process.rpc import channel as channel
 from process.rpc import error_from_rpc as error_from_rpc
+from process.rpc_errors import BatonError
 from process.settings import SettingsError as SettingsError
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from services.router import client_limits, http_server, worker_client

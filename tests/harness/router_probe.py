@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from process.errors import BatonError
 from process.memory_budget import MemoryBudget
+from process.rpc_errors import BatonError
 from services.router.app import Router
 from services.router.http_server import HttpConnections
 from services.router.policies import WorkerLoad

@@ -17,7 +17,7 @@ from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import BlockMemory
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.worker.config import WorkerLimits
 from services.worker.links import Links
 from services.worker.store_pool import BACKOFF_MAX_S as BACKOFF_MAX_S

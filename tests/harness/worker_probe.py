@@ -18,7 +18,7 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, Transf
 from kvstore.transport.base import GetResult
 from process import rpc
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded
+from process.rpc_errors import BatonError, DeadlineExceeded
 from protos import (
     common_pb2,
     decode_pb2_grpc,

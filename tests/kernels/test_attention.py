@@ -16,9 +16,9 @@ import torch
 from baton_kernels import attention_plan
 from baton_kernels.attention import decode_attention, decode_attention_reference, rotate_and_attend
 from baton_kernels.attention_plan import Config, Plan, own_workspace
+from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.kv_quantization import quantize
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.paged_kv import BlockRows, Tails
 from hypothesis import given
 from hypothesis import strategies as st
 

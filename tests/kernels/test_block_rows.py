@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 
 
 def plain(**changes: Any) -> BlockRows:

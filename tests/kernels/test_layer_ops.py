@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from baton_kernels import layer_ops
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 
 from tests.kernels.conftest import ROUNDS, error_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from baton_kernels import hopper_support
-from baton_kernels.paged_kv import BlockRows
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,

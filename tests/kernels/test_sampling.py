@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from baton_kernels.sampling import (
     DrawnTokens,
     Needs,
@@ -42,7 +42,7 @@ def _rows(samplings: Sequence[Sampling], positions: Sequence[int]) -> SamplingRo
     def values(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(one, name) for one in samplings], dtype=dtype, device=DEVICE)
 
-    keys = [noise.seed_key(one.seed, one.sample_index) for one in samplings]
+    keys = [gumbel_noise.seed_key(one.seed, one.sample_index) for one in samplings]
     return SamplingRows(
         temperature=values("temperature", torch.float32),
         seed_keys=torch.tensor(keys, dtype=torch.int64, device=DEVICE),
@@ -100,11 +100,11 @@ def _check(
 
 def test_masses_are_exponentials(generator: torch.Generator) -> None:
     distances = torch.rand(200_000, generator=generator, device=DEVICE) * 33
-    exact = torch.exp(-distances.double()) * 2.0**noise.MASS_BITS
-    found = noise.masses(distances)
+    exact = torch.exp(-distances.double()) * 2.0**gumbel_noise.MASS_BITS
+    found = gumbel_noise.masses(distances)
     assert bool(((found - exact).abs() <= exact * 3e-7 + 1).all())
     edges = torch.tensor([0.0, 31.99, 32.0, float("inf")], device=DEVICE)
-    assert noise.masses(edges).tolist() == [1 << 44, 0, 0, 0]
+    assert gumbel_noise.masses(edges).tolist() == [1 << 44, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16]))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from baton_kernels.attention import decode_attention, tree_attention, tree_attention_reference
+from baton_kernels.block_rows import BlockRows
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.paged_kv import BlockRows
 
 from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import SHAPES, Cache, Shape, close, in_float64

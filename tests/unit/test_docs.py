@@ -18,7 +18,7 @@ import click
 import pytest
 
 from baton.cli import commands as command_group
-from process import errors
+from process import rpc_errors
 from services.router.http_errors import http_error_of
 from services.router.openai.schemas import BATON, CHAT, COMPLETION, EMBEDDING, BodyRecord
 
@@ -125,21 +125,21 @@ def test_the_page_of_the_api_names_every_field(record: BodyRecord) -> None:
 @pytest.mark.parametrize(
     "error",
     (
-        errors.InvalidArgument("n", "is wrong"),
-        errors.Unauthenticated(""),
-        errors.PermissionDenied(""),
-        errors.NotFound(""),
-        errors.AlreadyExists(""),
-        errors.FailedPrecondition(""),
-        errors.NoCapacity(""),
-        errors.Cancelled(""),
-        errors.Internal(""),
-        errors.Unavailable(""),
-        errors.DeadlineExceeded(""),
+        rpc_errors.InvalidArgument("n", "is wrong"),
+        rpc_errors.Unauthenticated(""),
+        rpc_errors.PermissionDenied(""),
+        rpc_errors.NotFound(""),
+        rpc_errors.AlreadyExists(""),
+        rpc_errors.FailedPrecondition(""),
+        rpc_errors.NoCapacity(""),
+        rpc_errors.Cancelled(""),
+        rpc_errors.Internal(""),
+        rpc_errors.Unavailable(""),
+        rpc_errors.DeadlineExceeded(""),
     ),
     ids=lambda error: type(error).__name__,
 )
-def test_the_page_of_the_api_names_every_error(error: errors.BatonError) -> None:
+def test_the_page_of_the_api_names_every_error(error: rpc_errors.BatonError) -> None:
     found = http_error_of(error)
     rows = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
     begin = f"| {found.status} | `{found.kind}` | "

@@ -285,7 +285,7 @@ WORKER_PROTOS = {
 def _reaches_inside(path: Path) -> list[str]:
     """Lines of a test that know of more than clients' protos, HTTP, the command line, `baton` and
     what tests/harness gives."""
-    allowed = {"tests.harness", "tests.golden.recorded", "tests.conftest", "process.errors"}
+    allowed = {"tests.harness", "tests.golden.recorded", "tests.conftest", "process.rpc_errors"}
     ours = {*PACKAGES, "tests", "benchmarks", "tools"} - {"baton", "protos"}
     found = []
     for node in ast.walk(_tree(path)):

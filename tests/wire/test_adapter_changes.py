@@ -13,7 +13,7 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,

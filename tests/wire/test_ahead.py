@@ -18,7 +18,7 @@ import pytest
 from kvstore import errors
 from kvstore.client import KvStoreClient
 from kvstore.transport.device import PeerCopies
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2
 from services.decode import kv_loader as decode_ahead
 from services.decode.request_spec import DecodeState

@@ -19,7 +19,7 @@ from google.protobuf import json_format
 
 from baton.client import Client
 from process import registry, rpc
-from process.errors import (
+from process.rpc_errors import (
     BatonError,
     FailedPrecondition,
     InvalidArgument,

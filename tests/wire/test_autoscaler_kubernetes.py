@@ -17,7 +17,7 @@ from typing import Any
 import kmock
 import pytest
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from process.settings import SettingsError
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import KubernetesSettings

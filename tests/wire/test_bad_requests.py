@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import inference_pb2
 from tests.conftest import LONG
 from tests.harness.router_bench import Bench, Served, error_from_rpc, request, running, served

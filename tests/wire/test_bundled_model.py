@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from process.errors import BatonError, FailedPrecondition, InvalidArgument, NotFound
+from process.rpc_errors import BatonError, FailedPrecondition, InvalidArgument, NotFound
 from protos import common_pb2
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.beam_search import draw_searches

@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 
 from baton.cli import main
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.access import add_key
 from tests.harness.router_bench import (

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from protos import common_pb2
 from tests.conftest import third
 from tests.harness.bundled_pair import alone, bundled_engine

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from process.errors import Cancelled, DeadlineExceeded
+from process.rpc_errors import Cancelled, DeadlineExceeded
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE
 from tests.harness.handles import blocks_of, partial, sign

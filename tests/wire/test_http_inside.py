@@ -24,8 +24,8 @@ from aiohttp import web
 from baton.development_certificates import CertSet, write
 from process import grpc_server
 from process.authorization import PeerRole
-from process.errors import NoCapacity
 from process.grpc_server import PublicPortLimits
+from process.rpc_errors import NoCapacity
 from process.tls import TlsIdentity
 from protos import common_pb2, inference_pb2
 from services.router.http_server import HttpConnections, HttpServer

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from process.errors import NotFound, Unauthenticated
+from process.rpc_errors import NotFound, Unauthenticated
 from protos import inference_pb2
 from services.router.callers import ANYBODY, Caller
 from services.router.http_server import HttpServer

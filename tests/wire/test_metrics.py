@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.status import failed
-from process.errors import NoCapacity, Unavailable
+from process.rpc_errors import NoCapacity, Unavailable
 from protos import common_pb2
 from tests.harness.exposition import scrape, values
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from process.rpc_errors import Cancelled, DeadlineExceeded, InvalidArgument
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, GatedModel, prompt_of
 from tests.harness.handles import blocks_of, partial, sign, split

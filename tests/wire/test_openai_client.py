@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 
-from process.errors import NoCapacity, Unavailable
+from process.rpc_errors import NoCapacity, Unavailable
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,

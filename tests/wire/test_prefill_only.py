@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 import torch
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from tests.harness.gated_engine import HIDDEN_SIZE, prompt_of
 from tests.harness.odd_prefills import LeavesOut
 from tests.harness.prefill_decode_pair import handover_of, pair, whole

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import grpc.aio
 import pytest
 
-from process.errors import AlreadyExists, InvalidArgument
+from process.rpc_errors import AlreadyExists, InvalidArgument
 from tests.harness.odd_prefills import AccountAtCancel, EndingStream, Garbling
 from tests.harness.prefill_decode_pair import Pair, PrefillStream, error_of
 from tests.harness.router_bench import (

@@ -11,7 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
+from process.rpc_errors import (
+    BatonError,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import changed

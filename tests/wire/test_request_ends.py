@@ -17,7 +17,7 @@ from engine.request import Request, Sampling
 from kvstore.errors import Quarantine
 from process import rpc
 from process.deadline import Deadline
-from process.errors import Cancelled, FailedPrecondition, Internal, NotFound, Unavailable
+from process.rpc_errors import Cancelled, FailedPrecondition, Internal, NotFound, Unavailable
 from protos import common_pb2
 from services.decode.kv_loader import GenerateCommand
 from services.prefill.handoff import PrefillAnswer

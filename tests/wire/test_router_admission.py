@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from baton.cli import explain
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 from protos import inference_pb2
 from tests.harness.access import add_key
 from tests.harness.gated_engine import prompt_of

@@ -13,7 +13,13 @@ import grpc.aio
 import pytest
 
 from baton.client import Client
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
+from process.rpc_errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NoCapacity,
+    Unavailable,
+)
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from baton import Client, InvalidArgument, SyncClient
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.harness.router_bench import (
     BOUND_S,

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from process.rpc_errors import FailedPrecondition, NoCapacity, Unavailable
 from tests.harness.router_bench import (
     SHORT_WAITS,
     TOKENIZER,

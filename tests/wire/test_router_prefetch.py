@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from tests.harness.odd_prefills import HalfHandle, Long, NoFirst, Paced, Talkative
 from tests.harness.router_bench import (
     BOUND_S,

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from protos import inference_pb2
 from tests.harness.router_bench import (
     BOUND_S,

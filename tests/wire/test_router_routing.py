@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from process.errors import InvalidArgument, NoCapacity, Unavailable
+from process.rpc_errors import InvalidArgument, NoCapacity, Unavailable
 from protos import common_pb2
 from tests.harness.router_bench import (
     BOUND_S,

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from process.errors import BatonError, InvalidArgument, Unavailable
+from process.rpc_errors import BatonError, InvalidArgument, Unavailable
 from tests.harness.decode_movers import Movers, lone_decode, movers, release_when_taken_out
 from tests.harness.gated_engine import GatedModel, prompt_of
 from tests.harness.prefill_decode_pair import Pair, Sample, pair, patient

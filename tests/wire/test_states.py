@@ -15,7 +15,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from process.errors import Cancelled, DeadlineExceeded, NoCapacity
+from process.rpc_errors import Cancelled, DeadlineExceeded, NoCapacity
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of, partial

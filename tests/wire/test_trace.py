@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from baton.client import Client
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from tests.harness.otlp_receiver import (
     WAIT_S,
     OtlpReceiver,

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bundled_model.plots import giving, lost_and_found, trouble
 from tools.bundled_model.story_cast import Cast, make_cast
+from tools.bundled_model.story_plots import giving, lost_and_found, trouble
 from tools.bundled_model.vocabulary import lean
 
 

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.autoscaler.decision import Flip
 from services.autoscaler.signals import (
     ByRole,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import inference_pb2
 from services.router.openai.answers import FINISH_REASONS, chat_logprobs, shown_logprobs
 from services.router.openai.schemas import (

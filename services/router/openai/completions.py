@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import inference_pb2
 from services.router.openai.answers import FINISH_REASONS, CompletionLogprobs, shown_logprobs
 from services.router.openai.schemas import ResponseOptions, base_request, sampling_of

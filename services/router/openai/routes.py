@@ -46,8 +46,8 @@ from aiohttp import web
 from process import logs, trace_spans
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import AlreadyExists, BatonError, Cancelled, InvalidArgument
 from process.memory_budget import MemoryGrant
+from process.rpc_errors import AlreadyExists, BatonError, Cancelled, InvalidArgument
 from process.trace_spans import Attributes
 from protos import inference_pb2
 from services.router import identity

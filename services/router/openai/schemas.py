@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import common_pb2, inference_pb2
 from services.router.request import MAX_DEPTH
 

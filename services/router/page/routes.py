@@ -24,7 +24,7 @@ from importlib import resources
 
 from aiohttp import web
 
-from process.errors import NoCapacity, PermissionDenied
+from process.rpc_errors import NoCapacity, PermissionDenied
 from protos import inference_pb2
 from services.router.callers import Caller
 from services.router.page.snapshots import INTERVAL_S, Snapshots, Status, to_json

@@ -27,7 +27,7 @@ import grpc.aio
 from google.protobuf import json_format
 
 from process import entrypoint, grpc_server, rpc
-from process.errors import BatonError, Cancelled, NoCapacity, Unavailable
+from process.rpc_errors import BatonError, Cancelled, NoCapacity, Unavailable
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.autoscaler.app import as_advised
 from services.autoscaler.config import START_S, Pace, PoolLimits, ScaleLimits
 from services.autoscaler.decision import Decision, Direction, Flip, Reason

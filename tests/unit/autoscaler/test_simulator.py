@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Flip
 from services.autoscaler.plan import PlanState, plan

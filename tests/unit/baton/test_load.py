@@ -25,7 +25,7 @@ from baton.load.report import Limits, Report, report
 from baton.load.runner import MessageArrival, RequestOutcome, run
 from baton.load.senders import OpenAiSender, Update
 from baton.load.workload import Lengths, Planned, SharedPrefixes, random_load
-from process.errors import InvalidArgument, NoCapacity
+from process.rpc_errors import InvalidArgument, NoCapacity
 
 
 class TestArrivals:

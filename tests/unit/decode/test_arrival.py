@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from process.deadline import Deadline
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.decode.kv_loader import GenerateCommand, KvArrival, KvLoader
 from services.worker.provenance import LegProvenance
 from tests.harness.waiting import settled

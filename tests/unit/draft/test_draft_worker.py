@@ -21,8 +21,8 @@ from engine.speculation.draft_protocol import DraftRequest
 from engine.speculation.proposer import Draft, DraftTask
 from process.authorization import PeerRole
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import PLAIN
+from process.rpc_errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.batch import Batch
 from engine.errors import (
@@ -367,8 +367,8 @@ def test_noise_is_that_of_the_place_which_the_token_takes(make_engine: Make, see
     model = FakeModel(context_window=256)
     history = list(PROMPT)
     for token_id in drawn:
-        key = torch.tensor([noise.row_key(seed, 3, len(history))])
-        scores = model.logits(history) / 0.7 + noise.gumbel(key, torch.arange(97))
+        key = torch.tensor([gumbel_noise.row_key(seed, 3, len(history))])
+        scores = model.logits(history) / 0.7 + gumbel_noise.gumbel(key, torch.arange(97))
         assert token_id == int(scores.argmax())
         history.append(token_id)
 

@@ -12,7 +12,7 @@ from engine.testing.fake_model import FakeModel
 from engine_client import bench
 from engine_client.in_process import InProcessClient
 from engine_client.llm import ClientLLM
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 
 
 @pytest.fixture

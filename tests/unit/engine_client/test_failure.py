@@ -8,7 +8,7 @@ import pytest
 from engine import errors as engine_errors
 from engine_client import encoded_errors
 from engine_client.encoded_errors import Failure
-from process.errors import BatonError, Internal, InvalidArgument, NoCapacity
+from process.rpc_errors import BatonError, Internal, InvalidArgument, NoCapacity
 
 
 def across(error: Exception) -> BatonError:

@@ -13,7 +13,7 @@ from engine_client.config import ClientLimits
 from engine_client.data_parallel import Fleet, check_groups, common_adapter
 from engine_client.interface import Ask, LoadedAdapter, News
 from engine_client.messages import Call, encode
-from process.errors import FailedPrecondition, InvalidArgument
+from process.rpc_errors import FailedPrecondition, InvalidArgument
 
 
 def test_many_long_asks_are_asked_about_in_several_questions() -> None:

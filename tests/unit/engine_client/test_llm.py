@@ -20,7 +20,7 @@ from engine_client import progress
 from engine_client.in_process import InProcessClient
 from engine_client.llm import LLM, ClientLLM
 from engine_client.params import SamplingParams
-from process.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument
 from process.settings import SettingsError
 
 

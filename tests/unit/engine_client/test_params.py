@@ -11,7 +11,7 @@ from checkpoints.sampling_defaults import SamplingDefaults
 from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
 from engine.testing.fake_model import FakeModel
 from engine_client.params import SamplingParams, Translated, translate
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from tokens.tokenizer import Tokenizer
 
 MODEL = FakeModel(vocab_size=2048, context_window=256).info

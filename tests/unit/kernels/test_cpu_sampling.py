@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels import logit_ops, noise
+from baton_kernels import gumbel_noise, logit_ops
 from baton_kernels.sampling import (
     Needs,
     SamplingRows,
@@ -25,7 +25,7 @@ def _rows(rng: random.Random, num_rows: int, num_tokens: int, dtype: torch.dtype
     def some(values: list[Any], kind: torch.dtype) -> torch.Tensor:
         return torch.tensor([rng.choice(values) for _ in range(num_rows)], dtype=kind)
 
-    keys = noise.seed_keys([rng.randrange(2**64) for _ in range(num_rows)], range(num_rows))
+    keys = gumbel_noise.seed_keys([rng.randrange(2**64) for _ in range(num_rows)], range(num_rows))
     return SamplingRows(
         temperature=some([0.0, 0.4, 1.0, 1.0, 7.0, 1e-6], torch.float32),
         seed_keys=torch.from_numpy(keys),

@@ -14,7 +14,7 @@ from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderLimits
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.transport.base import BlockMemory
-from process.errors import FailedPrecondition, InvalidArgument, NoCapacity
+from process.rpc_errors import FailedPrecondition, InvalidArgument, NoCapacity
 from tests.harness.waiting import Clock, settled, until
 
 WAIT_S = 20.0

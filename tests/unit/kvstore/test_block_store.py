@@ -12,7 +12,7 @@ from kvstore.block_refs import Block
 from kvstore.block_store import NO_ROOM, PrefixMatch, Reserved
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
-from process.errors import FailedPrecondition, InvalidArgument
+from process.rpc_errors import FailedPrecondition, InvalidArgument
 from tests.unit.kvstore.store_driver import GRACE_S, StoreBench
 
 

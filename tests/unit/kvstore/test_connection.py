@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.store_connection import StoreConnection
 from process.deadline import Deadline
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 
 
 class _Slow:

@@ -15,7 +15,7 @@ from kvstore.errors import (
     TransferTimeout,
     reason_of,
 )
-from process.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition, Unavailable
 
 
 @pytest.mark.parametrize(

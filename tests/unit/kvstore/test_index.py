@@ -19,7 +19,7 @@ from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from kvstore.prefix_tree import ShardedDict
 from process import registry
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from protos import inference_pb2
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until

@@ -13,7 +13,7 @@ import pytest
 from kvstore import block_hash
 from kvstore.block_refs import StoredPage
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
-from process.errors import FailedPrecondition, NoCapacity
+from process.rpc_errors import FailedPrecondition, NoCapacity
 
 LAYOUT = PageLayout(5000, 6)
 

@@ -26,7 +26,7 @@ from kvstore.slab import (
     default_capacity_bytes,
     remove_stale,
 )
-from process.errors import FailedPrecondition, NoCapacity
+from process.rpc_errors import FailedPrecondition, NoCapacity
 
 LIFE = b"i" * 16
 ATTACHMENT = "ab" * 16

@@ -14,7 +14,7 @@ from kvstore.block_refs import Block
 from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver
 

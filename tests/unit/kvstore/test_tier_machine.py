@@ -23,7 +23,7 @@ from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from kvstore.tenant_shares import TenantShares
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver
 

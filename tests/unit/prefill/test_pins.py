@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from process.deadline import Deadline
-from process.errors import BatonError
+from process.rpc_errors import BatonError
 from services.prefill.request import PrefixLease, PrefixLeases
 from services.worker.config import WorkerLimits
 from services.worker.store_pool import StoreConnector

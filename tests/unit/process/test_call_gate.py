@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 
 from process import rpc
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
 from process.grpc_server import CallGate
 from process.memory_budget import MemoryBudget
+from process.rpc_errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
 from tests.harness.waiting import settled
 
 WAIT_S = 60.0

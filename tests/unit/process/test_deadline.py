@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 
 
 def test_left_never_negative_and_sooner_takes_the_nearer() -> None:

@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import asyncio
 from dataclasses import dataclass
-from process import entrypoint, errors
+from process import entrypoint, rpc_errors
 
 @dataclass(frozen=True)
 class Settings:

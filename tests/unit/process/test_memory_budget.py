@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from process.errors import Internal, InvalidArgument, NoCapacity
 from process.memory_budget import MemoryBudget
+from process.rpc_errors import Internal, InvalidArgument, NoCapacity
 from tests.harness.waiting import settled
 
 WAIT_S = 60.0

@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from process import metrics, settings
-from process.errors import Unavailable
 from process.metrics import MetricsServer, counter, counters, gauge, gauges, histogram, trace_spans
+from process.rpc_errors import Unavailable
 from process.settings import SettingsError
 from tests.harness import exposition
 

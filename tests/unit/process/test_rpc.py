@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from process import errors, grpc_server, rpc
+from process import grpc_server, rpc, rpc_errors
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 
@@ -53,7 +53,7 @@ class _Superseded(kvstore_pb2_grpc.KvStoreServicer):
         first.cancel()
         await asyncio.wait([first])
         assert first.cancelled()
-        raise errors.Cancelled("another attempt took over")
+        raise rpc_errors.Cancelled("another attempt took over")
 
 
 class _Echo(kvstore_pb2_grpc.KvStoreServicer):
@@ -62,7 +62,7 @@ class _Echo(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.GetStatusReply(node_id="here")
 
 
-async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonError:
+async def _over_the_wire(error: BaseException, *, stream: bool) -> rpc_errors.BatonError:
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Raises(error), s)],
@@ -86,17 +86,17 @@ async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonE
 @pytest.mark.parametrize(
     "error",
     [
-        errors.InvalidArgument("sampling.top_p", "must be in (0, 1], got 2.0"),
-        errors.NotFound("no lease l"),
-        errors.AlreadyExists("request r"),
-        errors.FailedPrecondition("other layout"),
-        errors.NoCapacity("no blocks", retry_after_s=2.5),
-        errors.Unavailable("gone"),
-        errors.DeadlineExceeded("late"),
-        errors.Cancelled("client"),
+        rpc_errors.InvalidArgument("sampling.top_p", "must be in (0, 1], got 2.0"),
+        rpc_errors.NotFound("no lease l"),
+        rpc_errors.AlreadyExists("request r"),
+        rpc_errors.FailedPrecondition("other layout"),
+        rpc_errors.NoCapacity("no blocks", retry_after_s=2.5),
+        rpc_errors.Unavailable("gone"),
+        rpc_errors.DeadlineExceeded("late"),
+        rpc_errors.Cancelled("client"),
     ],
 )
-async def test_errors_survive_the_wire(error: errors.BatonError, stream: bool) -> None:
+async def test_errors_survive_the_wire(error: rpc_errors.BatonError, stream: bool) -> None:
     received = await _over_the_wire(error, stream=stream)
     assert type(received) is type(error)
     assert str(received) == str(error)
@@ -109,14 +109,14 @@ async def test_errors_survive_the_wire(error: errors.BatonError, stream: bool) -
 
 async def test_the_unexpected_is_internal_and_does_not_leak() -> None:
     received = await _over_the_wire(KeyError("a secret of ours"), stream=False)
-    assert type(received) is errors.Internal
+    assert type(received) is rpc_errors.Internal
     assert "secret" not in str(received)
 
 
 async def test_a_taken_port_is_one_clear_error() -> None:
     server, address = await grpc_server.listen("127.0.0.1:0", [])
     try:
-        with pytest.raises(errors.Unavailable, match=f"cannot listen on {address}"):
+        with pytest.raises(rpc_errors.Unavailable, match=f"cannot listen on {address}"):
             await grpc_server.listen(address, [])
     finally:
         await server.stop(0)
@@ -141,7 +141,7 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_what_a_killed_serve
     finally:
         await server.stop(0)
     nowhere = f"unix:{tmp_path}/none/a.sock"
-    with pytest.raises(errors.Unavailable, match=f"cannot listen on {nowhere}"):
+    with pytest.raises(rpc_errors.Unavailable, match=f"cannot listen on {nowhere}"):
         await grpc_server.listen(nowhere, [])
 
 
@@ -154,7 +154,7 @@ _NO_MESSAGE = b"\x0a\x05ab"  # says five bytes, has two
 async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raises = _Raises(errors.NotFound("read all the same"))
+    raises = _Raises(rpc_errors.NotFound("read all the same"))
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(raises, s)],
@@ -167,7 +167,7 @@ async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _send_raw(channel, method, _NO_MESSAGE)
             ours = rpc.error_from_rpc(caught.value)
-            assert isinstance(ours, errors.InvalidArgument) and ours.field == "request"
+            assert isinstance(ours, rpc_errors.InvalidArgument) and ours.field == "request"
             await writing.write(kvstore_pb2.WriteChunk(data=b"56"))
             await writing.done_writing()
             assert (await writing).num_bytes == 6
@@ -224,8 +224,8 @@ def _packed(type_name: str, value: bytes) -> bytes:
 def test_details_that_cannot_be_are_none(details: bytes) -> None:
     """The status itself still says what is wrong."""
     ours = rpc.error_from_rpc(_failed(details))
-    assert type(ours) is errors.Unavailable and str(ours) == "gone"
-    assert ours.retry_after_s == errors.Unavailable.retry_after_s
+    assert type(ours) is rpc_errors.Unavailable and str(ours) == "gone"
+    assert ours.retry_after_s == rpc_errors.Unavailable.retry_after_s
 
 
 async def test_headers_are_bounded_and_the_next_call_is_served() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
 from process import background_tasks, logs, trace_spans
-from process.errors import Cancelled, InvalidArgument, Unavailable
+from process.rpc_errors import Cancelled, InvalidArgument, Unavailable
 from process.trace_spans import (
     NOOP_SPAN,
     RecordingSpan,

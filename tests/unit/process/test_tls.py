@@ -16,8 +16,8 @@ from baton import development_certificates
 from baton.development_certificates import CertSet
 from process import grpc_server, rpc
 from process.authorization import RULES, PeerRole
-from process.errors import Unavailable
 from process.rpc import Dialer
+from process.rpc_errors import Unavailable
 from process.settings import SettingsError
 from process.tls import TlsIdentity, TlsSettings, is_loopback
 from protos import kvstore_pb2, kvstore_pb2_grpc

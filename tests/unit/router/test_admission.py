@@ -12,7 +12,7 @@ import pytest
 
 from process.api_keys import TenantLimits
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, NoCapacity
+from process.rpc_errors import DeadlineExceeded, NoCapacity
 from services.router.admission import (
     MAX_PATIENCE_S,
     Admission,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process.deadline import Deadline
-from process.errors import Internal, Unavailable
+from process.rpc_errors import Internal, Unavailable
 from protos import common_pb2, decode_pb2
 from services.router.sealed_handle import Command, SealedHandle
 from services.router.worker_client import DECODE_TRANSITIONS, CallUpdate, DecodeCall, LegState

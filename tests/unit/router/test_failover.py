@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from process.rpc_errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2
 from services.router.lifecycle import (
     HANDOVER_S,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, Internal, Unavailable
+from process.rpc_errors import DeadlineExceeded, Internal, Unavailable
 from services.router.admission import Holding, is_expected
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from process.deadline import Deadline
-from process.errors import Cancelled, NoCapacity, Unavailable
+from process.rpc_errors import Cancelled, NoCapacity, Unavailable
 from services.router.attempts import Attempts
 from tests.harness.waiting import settled
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from process import api_keys
-from process.errors import PermissionDenied, Unauthenticated
+from process.rpc_errors import PermissionDenied, Unauthenticated
 from protos import inference_pb2
 from services.router.callers import ANYBODY, ApiKeys
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore import block_hash, index
 from kvstore.block_hash import TURN_TOKENS
 from process import registry
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from protos import inference_pb2
 from services.router.prefixes import NO_PREFIXES, PrefixLookup
 from services.router.worker_views import StoreView

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from services.router.openai.chat import tool_use
 from services.router.openai.schemas import (
     BATON,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process.errors import Unavailable
+from process.rpc_errors import Unavailable
 from services.router.config import HandoverMode, RouterCosts, RoutingPolicy
 from services.router.policies import (
     DECODE,

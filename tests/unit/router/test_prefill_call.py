@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process.errors import BatonError, Internal, Unavailable
+from process.rpc_errors import BatonError, Internal, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
 from services.router.worker_client import PREFILL_TRANSITIONS, CallState, PrefillCall

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from process.errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
+from process.rpc_errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
 from services.router.circuit_breaker import ALLOWED, Probation, Suspicion
 from tests.harness.waiting import Clock
 

@@ -13,7 +13,7 @@ import pytest
 
 from process import registry
 from process.api_keys import TenantLimits
-from process.errors import NoCapacity
+from process.rpc_errors import NoCapacity
 from services.router import rate_limit
 from services.router.rate_limit import RateLimits, TokenBucket
 from tests.harness.redis_server import RedisServer

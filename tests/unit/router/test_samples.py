@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from protos import common_pb2, prefill_pb2
 from services.router.output import AnswerOutput, SampleOutput
 from services.router.worker_client import SampleNews

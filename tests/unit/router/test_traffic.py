@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from process.errors import (
+from process.rpc_errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import inference_pb2
 from services.router.config import RouterLimits
 from services.router.validation import ModelBounds, check_request, check_tokens, check_vocabulary

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process.errors import InvalidArgument
+from process.rpc_errors import InvalidArgument
 from protos import common_pb2, inference_pb2
 from services.router import grpc_service
 from services.router.grpc_service import parse_request

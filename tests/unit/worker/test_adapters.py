@@ -12,7 +12,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from process.rpc_errors import FailedPrecondition, NoCapacity, Unavailable
 from protos.common_pb2 import AdapterVersion, AdapterWish
 from services import adapter_wishes
 from services.worker import adapters

@@ -14,7 +14,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.errors import RequestTooLong
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 from services.prefill.worker import BlockQueue
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running

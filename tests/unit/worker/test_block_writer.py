@@ -16,7 +16,7 @@ from engine.outputs import FilledBlock
 from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded
+from process.rpc_errors import BatonError, DeadlineExceeded
 from services.worker.config import WorkerLimits
 from services.worker.store_pool import StoreConnector
 from services.worker.store_writer import BlockWriter, TailSource

@@ -22,7 +22,7 @@ from kvstore.errors import (
 )
 from kvstore.transport.base import BlockMemory, GetResult
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
 from services.worker import store_pool as module
 from services.worker.config import WorkerLimits

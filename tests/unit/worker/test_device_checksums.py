@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from services.worker import device_checksums
 from services.worker.device_checksums import captured_sizes, check_kernels
 

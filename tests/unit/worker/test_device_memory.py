@@ -12,7 +12,7 @@ import pytest
 from engine.kv.memory import ByteRun, RankPart
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
-from process.errors import FailedPrecondition
+from process.rpc_errors import FailedPrecondition
 from services.worker.device_memory import block_memory, check_transports, kernel_wait
 
 

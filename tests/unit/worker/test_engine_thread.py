@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import RankFailed
 from engine.outputs import StepOutput
-from process.errors import Internal, Unavailable
+from process.rpc_errors import Internal, Unavailable
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread, StepWatch
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running

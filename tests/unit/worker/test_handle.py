@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block_refs import Block, Tier
-from process.errors import Internal
+from process.rpc_errors import Internal
 from process.signing_keys import SigningKey, new_key
 from protos import common_pb2
 from services.worker import handle as handles

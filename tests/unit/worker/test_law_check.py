@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.worker.runtime import SHARE, InvariantCheck
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.exported_blocks import ExportOffer
 from kvstore.transport.base import BlockMemory
-from process.errors import Internal
+from process.rpc_errors import Internal
 from services.worker.lender import WorkerLender
 from services.worker.store_pool import StoreTarget
 

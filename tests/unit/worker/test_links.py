@@ -14,7 +14,7 @@ from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.link_quality import LinkRates
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, NoCapacity, Unavailable
+from process.rpc_errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.provenance import links_to_proto

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from engine.request import Beam, GrammarKind, GrammarSpec
-from process.errors import InvalidArgument, NotFound
+from process.rpc_errors import InvalidArgument, NotFound
 from protos import common_pb2
 from services.worker import stream_servicer as mapping
 from services.worker.stream_servicer import sampling_from_proto

@@ -19,7 +19,7 @@ from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
 from services.worker import store_pool as module
 from services.worker.store_pool import BACKOFF_MAX_S, RemoteStores, StoreTarget

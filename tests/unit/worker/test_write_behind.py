@@ -25,7 +25,7 @@ from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.background_tasks import end_tasks
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.rpc_errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker import store_writer
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.decoder.inputs import DecodeInputs
 
@@ -63,8 +63,8 @@ class HashDecoder:
         return self._logits(hashes, tokens)
 
     def _logits(self, hashes: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        words = noise.words(hashes[:, None], self._token_ids)
-        logits = noise.uniform(words) * 8.0 - 4.0
+        words = gumbel_noise.words(hashes[:, None], self._token_ids)
+        logits = gumbel_noise.uniform(words) * 8.0 - 4.0
         return torch.where((last == SPOILED)[:, None], torch.nan, logits)
 
     def logits_of(self, token_ids: Sequence[int], adapter: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.batch import Batch, TokenSpan, warm_up
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.int32_arrays import Tables, int32s, table_of
-from engine.decoder.pinned_words import PinnedTurns, PinnedWords
+from engine.decoder.pinned_step_buffer import PinnedTurns, PinnedWords
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from engine.decoder.rows import Words
+from engine.decoder.row_table import Words
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, Launch, MixedRow
 from engine.request import Sampling
 from engine.sampling.metadata import SamplingRequest

@@ -18,7 +18,7 @@ from engine.engine import LLMEngine
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.partial_blocks import PartialBlockBuffer
+from engine.kv.unquantized_tails import UnquantizedTails
 from engine.layers import quantized_attention
 from engine.layers.quantized_attention import QuantizedAttention, Scales
 from tests.conftest import examples
@@ -268,7 +268,7 @@ class TailsMachine(RuleBasedStateMachine):
         self.live: set[int] = set()
         self.expected: dict[int, float] = {}
         raw = layout_of([LayerKv(1, 2, 1, 2)], block_size=2, dtype="float32")
-        self.tails = PartialBlockBuffer(lambda num_slots: KvMemory(raw, num_slots))
+        self.tails = UnquantizedTails(lambda num_slots: KvMemory(raw, num_slots))
         self.tails.is_live = lambda block_id: block_id in self.live
 
     @rule(block_id=st.integers(0, 40), number=st.floats(1, 9, width=32))
@@ -335,7 +335,7 @@ TestTails.settings = settings(max_examples=examples(40), stateful_step_count=40,
 def test_a_block_that_was_loaded_full_keeps_no_tail(make_engine: Callable[..., LLMEngine]) -> None:
     """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
     engine = make_engine()
-    tails = engine.kv.tails = PartialBlockBuffer(
+    tails = engine.kv.tails = UnquantizedTails(
         lambda num_slots: KvMemory(engine.kv.layout, num_slots)
     )
     for block_id in range(engine.kv.num_blocks):

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from engine.parallel.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
-from process.errors import InvalidArgument, Unavailable
+from process.rpc_errors import InvalidArgument, Unavailable
 from tests.harness.waiting import WAIT_S
 
 

@@ -28,8 +28,8 @@ from engine.errors import LoadError, RankFailed
 from engine.models import loader
 from engine.models.interface import DecodeRow
 from engine.models.llama import read_llama_config
-from engine.parallel.ahead import ParallelAhead
 from engine.parallel.messages import Change, StartRank
+from engine.parallel.parallel_launches import ParallelAhead
 from engine.parallel.parallel_model import ParallelModel
 from engine.parallel.rank_memory import RankMemory
 from engine.parallel.rank_processes import RankProcesses

@@ -16,7 +16,7 @@ from engine.batch import Batch, TokenSpan
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.microbatches import pieces
 from engine.parallel.parallel_model import ParallelModel
 from engine.parallel.rank_grid import Grid
@@ -63,7 +63,7 @@ def test_several_ranks_give_the_logits_of_one(
     expected = [whole.forward(step) for step in steps]
     shared = model.memory()
 
-    def act(rank: int, ranks: ProcessRanks) -> list[torch.Tensor]:
+    def act(rank: int, ranks: DistributedRanks) -> list[torch.Tensor]:
         part = model.part(ranks, shared)
         return [part.forward(step) for step in steps]
 
@@ -82,7 +82,7 @@ def test_kernels_are_checked_at_all_ranks_together(seed: int) -> None:
     expected = verify_logits(whole.forward, model.shape.vocab_size, model.layout)
     assert len(expected) == NUM_VERIFY_TOKENS
 
-    def act(rank: int, ranks: ProcessRanks) -> tuple[torch.Tensor, torch.Tensor]:
+    def act(rank: int, ranks: DistributedRanks) -> tuple[torch.Tensor, torch.Tensor]:
         return model.part(ranks, model.memory()).verify(model.layout)
 
     by_kernels, by_torch = run_ranks(Grid(2, 2), act)[0]
@@ -103,7 +103,7 @@ def test_several_ranks_with_weights_in_fp8(seed: int) -> None:
     of_one = torch.cat([alone.forward(step) for step in steps])
     shared = model.memory()
 
-    def act(rank: int, ranks: ProcessRanks) -> torch.Tensor:
+    def act(rank: int, ranks: DistributedRanks) -> torch.Tensor:
         part = model.part(ranks, shared)
         assert part.is_fp8 and part.weight_bytes < alone.weight_bytes
         return torch.cat([part.forward(step) for step in steps])
@@ -122,7 +122,7 @@ def test_pieces_of_a_step_give_its_logits(seed: int) -> None:
     expected = [whole.forward(step) for step in steps]
     shared = model.memory()
 
-    def act(rank: int, ranks: ProcessRanks) -> list[torch.Tensor]:
+    def act(rank: int, ranks: DistributedRanks) -> list[torch.Tensor]:
         part = model.part(ranks, shared)
         cut = [pieces(step, 2, 1) for step in steps]
         assert any(len(parts) == 2 for parts in cut)
@@ -139,7 +139,7 @@ def test_exact_rows_do_not_depend_on_others_in_the_step(grid: Grid, seed: int) -
     steps = model.steps(seed)
     caches = [model.memory(), model.memory()]
 
-    def act(rank: int, ranks: ProcessRanks) -> list[list[torch.Tensor]]:
+    def act(rank: int, ranks: DistributedRanks) -> list[list[torch.Tensor]]:
         together, alone = (model.part(ranks, memory, is_exact=True) for memory in caches)
         found = []
         for step in steps:
@@ -194,7 +194,7 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
     expected = _decode(whole, first, blocks)
     alone.cache.copy_(written)
 
-    def prefill(rank: int, ranks: ProcessRanks) -> tuple[KvMemory, torch.Tensor]:
+    def prefill(rank: int, ranks: DistributedRanks) -> tuple[KvMemory, torch.Tensor]:
         memory = RankMemory(model.layout, ranks.place, 12, "cpu")
         return memory, model.part(ranks, memory).forward(prompt)
 
@@ -207,7 +207,7 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
             ]
     assert _decode(model.whole(joined), _token(parts[0][1]), blocks) == expected
 
-    def decode(rank: int, ranks: ProcessRanks) -> list[int]:
+    def decode(rank: int, ranks: DistributedRanks) -> list[int]:
         memory = RankMemory(model.layout, ranks.place, 12, "cpu")
         for block_offset, record_offset, num_bytes in runs(model.layout, ranks.place):
             memory.host_view[:, record_offset : record_offset + num_bytes] = alone.host_view[
@@ -228,7 +228,7 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
 
 
 def test_a_rank_that_does_not_come_is_waited_for_within_the_deadline() -> None:
-    def act(rank: int, ranks: ProcessRanks) -> None:
+    def act(rank: int, ranks: DistributedRanks) -> None:
         if rank == 0:
             ranks.add_up(torch.zeros(3))
 
@@ -238,7 +238,7 @@ def test_a_rank_that_does_not_come_is_waited_for_within_the_deadline() -> None:
 
 
 def test_after_an_abort_nothing_is_waited_for() -> None:
-    def act(rank: int, ranks: ProcessRanks) -> None:
+    def act(rank: int, ranks: DistributedRanks) -> None:
         ranks.abort()
         with pytest.raises(RankFailed):
             ranks.add_up(torch.zeros(3))
@@ -265,7 +265,7 @@ def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time() -> 
     """Whoever sees a rank die aborts while the graph that waits for it still runs."""
     for graphs_go in (True, False):
         part_s = 20.0 if graphs_go else 0.05
-        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0, part_s=part_s), _Group()
+        ranks, group = DistributedRanks(Grid(2, 1), 0, "cuda:0", 1.0, part_s=part_s), _Group()
         ranks._shares = group
         ranks.abort()
         ranks.abort()
@@ -293,12 +293,12 @@ _OUTLIVED = """
 import gc, os, socket, threading, torch
 from engine.errors import RankFailed
 from engine.parallel.rank_grid import Grid
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 
 held, meeting_file = [], os.memfd_create("meeting")
 
 def go(rank):
-    ranks = ProcessRanks(Grid(2, 1), rank, "cpu", 0.5)
+    ranks = DistributedRanks(Grid(2, 1), rank, "cpu", 0.5)
     ranks.form(meeting_file)
     try:
         if rank == 0:

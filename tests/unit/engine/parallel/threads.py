@@ -16,7 +16,7 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.llama import kv_layout, read_llama_config
 from engine.models.self_check import random_instance
 from engine.models.weights import take_weights
-from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_model import RankModel, share_of
 from engine.parallel.ranks import OneRank, Ranks
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def run_ranks(
-    grid: Grid, act: Callable[[int, ProcessRanks], Result], *, timeout_s: float = 20.0
+    grid: Grid, act: Callable[[int, DistributedRanks], Result], *, timeout_s: float = 20.0
 ) -> list[Result]:
     """`act(rank, ranks)` at every rank at once: what each returned. Raises the first error."""
     results: dict[int, Result] = {}
@@ -36,7 +36,7 @@ def run_ranks(
     meeting_file = os.memfd_create("meeting")
 
     def go(rank: int) -> None:
-        ranks = ProcessRanks(grid, rank, "cpu", timeout_s)
+        ranks = DistributedRanks(grid, rank, "cpu", timeout_s)
         try:
             ranks.form(meeting_file)
             results[rank] = act(rank, ranks)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.request import Sampling
 from engine.sampling.metadata import SamplingRequest
@@ -49,10 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _logits(is_flat: bool) -> torch.Tensor:
     """[NUM_ROWS, NUM_TOKENS] float32 with many ties."""
-    words = noise.words(torch.arange(NUM_ROWS)[:, None], torch.arange(NUM_TOKENS)[None])
+    words = gumbel_noise.words(torch.arange(NUM_ROWS)[:, None], torch.arange(NUM_TOKENS)[None])
     if is_flat:
-        return (noise.uniform(words) * 4.0).round()
-    return (-(noise.uniform(words).double().log()) * 0.8).float().round(decimals=2)
+        return (gumbel_noise.uniform(words) * 4.0).round()
+    return (-(gumbel_noise.uniform(words).double().log()) * 0.8).float().round(decimals=2)
 
 
 RECORDED = json.loads(Path(__file__).with_name("pinned.json").read_text())
@@ -125,8 +125,8 @@ DRAWN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_draws_without_processors_never_change(dtype: torch.dtype) -> None:
     """By the first version of the sampler, before there were processors."""
-    words = noise.words(torch.arange(8)[:, None], torch.arange(2000)[None])
-    logits = (noise.uniform(words) * 12.0).round(decimals=3).to(dtype)
+    words = gumbel_noise.words(torch.arange(8)[:, None], torch.arange(2000)[None])
+    logits = (gumbel_noise.uniform(words) * 12.0).round(decimals=3).to(dtype)
     for position, expected in DRAWN.items():
         if dtype is torch.bfloat16:
             expected = [490, *expected[1:]]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from baton_kernels import sampling as kernels
 from baton_kernels.dispatch import Backend
 from hypothesis import given, settings
@@ -69,9 +69,9 @@ def _reference_support(logits: torch.Tensor, sampling: Sampling) -> set[int]:
 def _reference_token(logits: torch.Tensor, draw: SamplingRequest) -> int:
     """argmax over the whole support, noise for every token."""
     one = draw.sampling
-    keys = torch.tensor([noise.row_key(one.seed, one.sample_index, draw.position)])
+    keys = torch.tensor([gumbel_noise.row_key(one.seed, one.sample_index, draw.position)])
     scores = (logits.float() - logits.float().max()) / one.temperature
-    scores = scores + noise.gumbel(keys, torch.arange(logits.shape[0]))
+    scores = scores + gumbel_noise.gumbel(keys, torch.arange(logits.shape[0]))
     support = _reference_support(logits, one)
     return max(sorted(support), key=lambda token_id: float(scores[token_id]))
 
@@ -213,9 +213,9 @@ def test_every_combination_is_what_the_slow_reference_says(
 
 def _check_draw(wanted: torch.Tensor, draw: SamplingRequest, got: SamplerOutput) -> None:
     one = draw.sampling
-    keys = torch.tensor([noise.row_key(one.seed, one.sample_index, draw.position)])
+    keys = torch.tensor([gumbel_noise.row_key(one.seed, one.sample_index, draw.position)])
     scaled = (wanted - wanted.max()) / one.temperature
-    scores = scaled + noise.gumbel(keys, torch.arange(len(wanted)))
+    scores = scaled + gumbel_noise.gumbel(keys, torch.arange(len(wanted)))
     better = (scores > scores[got.token_id]).nonzero()[:, 0].tolist()
     # Whoever would have won is out: by a filter, of which the token drawn is not out.
     edge = float(scaled[got.token_id])
@@ -549,7 +549,11 @@ def test_parameters_reach_the_device_as_they_are() -> None:
     assert rows.top_p.tolist() == [0.25, 1.0, 1.0]
     assert rows.min_p.tolist() == [0.0, 0.125, 0.0]
     assert rows.positions.tolist() == [7, 9, 0]
-    keys = [noise.seed_key(2**64 - 1, 0), noise.seed_key(3, 5), noise.seed_key(0, 0)]
+    keys = [
+        gumbel_noise.seed_key(2**64 - 1, 0),
+        gumbel_noise.seed_key(3, 5),
+        gumbel_noise.seed_key(0, 0),
+    ]
     assert rows.seed_keys.tolist() == keys
     assert all(each.is_contiguous() for each in rows)
 

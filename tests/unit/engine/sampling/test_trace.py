@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.sampling.sampler import NUM_TRACE_TOP
 from tests.unit.engine.sampling.reference import make_draw, processed, sample
@@ -130,9 +130,9 @@ def test_a_trace_draws_its_token_again(seed: int, scale: Scale) -> None:
                 again = int(support[0])
                 assert trace.support_size == int(torch.isfinite(left).sum())
             else:
-                key = noise.row_key(sampling.seed, draws[row].sample_index, trace.position)
+                key = gumbel_noise.row_key(sampling.seed, draws[row].sample_index, trace.position)
                 assert trace.rng_key == key
-                scaled_noise = noise.gumbel(torch.tensor([key]), support)
+                scaled_noise = gumbel_noise.gumbel(torch.tensor([key]), support)
                 again = int(support[(scaled - scaled.max() + scaled_noise).argmax()])
             assert again == trace.token_id
             at = support.tolist().index(trace.token_id)

@@ -46,7 +46,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
             fake.settle()
             super().wait()
 
-    monkeypatch.setattr("engine.plain_steps.Sampler", LateSampler)
+    monkeypatch.setattr("engine.step_start.Sampler", LateSampler)
     monkeypatch.setattr("engine.begun.StreamMark", LateMark)
     yield fake
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
@@ -41,8 +41,10 @@ def noisy_scores(logits: torch.Tensor, task: DraftTask, ahead: int) -> torch.Ten
     """As plain decoding would compare them."""
     if task.sampling.temperature == 0.0:
         return logits
-    keys = noise.row_keys([task.sampling.seed], [task.sample_index], [len(task.token_ids) + ahead])
-    found = noise.gumbel(torch.from_numpy(keys)[:, None], torch.arange(VOCAB)[None])[0]
+    keys = gumbel_noise.row_keys(
+        [task.sampling.seed], [task.sample_index], [len(task.token_ids) + ahead]
+    )
+    found = gumbel_noise.gumbel(torch.from_numpy(keys)[:, None], torch.arange(VOCAB)[None])[0]
     return logits / task.sampling.temperature + found
 
 

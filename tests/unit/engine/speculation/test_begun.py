@@ -170,7 +170,7 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
             marks.append(("waited for", late.num_forwards))
             super().wait()
 
-    monkeypatch.setattr("engine.plain_steps.StreamMark", NotedMark)
+    monkeypatch.setattr("engine.step_start.StreamMark", NotedMark)
     engine, proposer = guessing_engine(LateModel(late), late)
     decoding(engine, make_request("a", PROMPT, max_tokens=40))
     for num_kept in (1, 1, 0, 1):

@@ -25,7 +25,7 @@ from kvstore.transport.copy_pipeline import (
     run_copy,
 )
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded
+from process.rpc_errors import DeadlineExceeded
 from tests.harness.fake_device import FakeDevice, FakeQueue
 
 SIZE = 64

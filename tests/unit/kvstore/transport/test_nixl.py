@@ -38,7 +38,7 @@ from kvstore.transport.nixl_agent import (
     split_pieces,
 )
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from process.rpc_errors import DeadlineExceeded, FailedPrecondition, NotFound
 
 MIB = 1024 * 1024
 

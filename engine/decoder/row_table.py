@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 from baton_kernels.decode_step_rows import HEADER_WORDS, ImageLayout
 from baton_kernels.lora import NO_SLOT, TILE_ROWS, most_tiles, tiles_of
 from baton_kernels.sampling import Needs
@@ -293,7 +293,7 @@ class RowTable:
 
     def _set_sampling(self, place: int, sampling: Sampling, sample_index: int) -> None:
         self._samplings[place] = sampling
-        self._seed_keys[place] = noise.seed_key(sampling.seed, sample_index)
+        self._seed_keys[place] = gumbel_noise.seed_key(sampling.seed, sample_index)
         self._temperature[place] = sampling.temperature
         self._top_k[place] = sampling.top_k
         self._top_p[place] = sampling.top_p

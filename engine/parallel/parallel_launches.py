@@ -18,7 +18,7 @@ import torch
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
 
 from engine.decoder.ahead import AheadDecoder
-from engine.decoder.rows import Placed
+from engine.decoder.row_table import Placed
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.interface import Launch, Progress

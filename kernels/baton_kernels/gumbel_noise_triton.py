@@ -1,4 +1,4 @@
-"""Device functions of `baton_kernels.noise` for Triton kernels, with the same bits.
+"""Device functions of `baton_kernels.gumbel_noise` for Triton kernels, with the same bits.
 
 A kernel that calls them must be compiled with `EXACT`: a multiply and an add that are contracted
 into one rounding change bits. Pure; device code.
@@ -11,21 +11,23 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from baton_kernels import noise
+from baton_kernels import gumbel_noise
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options of every kernel that calls these functions."""
 
-_GOLDEN = tl.constexpr(noise.GOLDEN)
-_MIX_1 = tl.constexpr(noise.MIX_1)
-_MIX_2 = tl.constexpr(noise.MIX_2)
-_LOG_A, _LOG_B, _LOG_C, _LOG_D = (tl.constexpr(each) for each in noise.LOG_COEFFICIENTS)
-_EXP_A, _EXP_B, _EXP_C, _EXP_D, _EXP_E = (tl.constexpr(each) for each in noise.EXP_COEFFICIENTS)
-_LN2_LOW = tl.constexpr(noise.LN2_LOW)
-_LN2_HIGH = tl.constexpr(noise.LN2_HIGH)
-_LOG2_E = tl.constexpr(noise.LOG2_E)
-_MASS_END = tl.constexpr(noise.MASS_END)
-_MASS_BIAS = tl.constexpr(127 + noise.MASS_BITS)
+_GOLDEN = tl.constexpr(gumbel_noise.GOLDEN)
+_MIX_1 = tl.constexpr(gumbel_noise.MIX_1)
+_MIX_2 = tl.constexpr(gumbel_noise.MIX_2)
+_LOG_A, _LOG_B, _LOG_C, _LOG_D = (tl.constexpr(each) for each in gumbel_noise.LOG_COEFFICIENTS)
+_EXP_A, _EXP_B, _EXP_C, _EXP_D, _EXP_E = (
+    tl.constexpr(each) for each in gumbel_noise.EXP_COEFFICIENTS
+)
+_LN2_LOW = tl.constexpr(gumbel_noise.LN2_LOW)
+_LN2_HIGH = tl.constexpr(gumbel_noise.LN2_HIGH)
+_LOG2_E = tl.constexpr(gumbel_noise.LOG2_E)
+_MASS_END = tl.constexpr(gumbel_noise.MASS_END)
+_MASS_BIAS = tl.constexpr(127 + gumbel_noise.MASS_BITS)
 
 
 @triton.jit

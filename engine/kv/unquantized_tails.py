@@ -1,4 +1,4 @@
-"""PartialBlockBuffer: the numbers of a quantized cache that are not quantized yet, in the model's
+"""UnquantizedTails: the numbers of a quantized cache that are not quantized yet, in the model's
 compute dtype: those of unfilled blocks, and those of draft tokens until they are accepted or
 rejected.
 
@@ -21,7 +21,7 @@ _FIRST_SLOTS = 8
 """Number of slots at start; doubled when all are in use."""
 
 
-class PartialBlockBuffer:
+class UnquantizedTails:
     """One slot of unquantized memory for each unfilled block of a quantized cache: the block's
     tail.
 

@@ -2,9 +2,9 @@
 
 No GPU is needed.
 
-    python -m benchmarks.stalls admission
-    OMP_NUM_THREADS=1 python -m benchmarks.stalls joining --walk-mib 32
-    python -m benchmarks.stalls switch-interval
+    python -m benchmarks.admission_costs admission
+    OMP_NUM_THREADS=1 python -m benchmarks.admission_costs joining --walk-mib 32
+    python -m benchmarks.admission_costs switch-interval
 
 Each case prints one JSON object as its last line.
 """
@@ -417,7 +417,7 @@ async def _decode_worker(
     options: dict[str, Any],
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     process = await asyncio.create_subprocess_exec(
-        *harness.module("benchmarks.stalls", "worker", json.dumps(options)),
+        *harness.module("benchmarks.admission_costs", "worker", json.dumps(options)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 28,
