@@ -39,8 +39,14 @@ from process.trace_spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of
 from tests.harness.cluster import DRAWN_TRANSPORT, STORE_SIZE, assert_idle, oracle, prompts
-from tests.harness.otlp_receiver import OtlpReceiver, Received, receiving
-from tests.wire.test_trace import assert_sums, root_of, stages_of
+from tests.harness.otlp_receiver import (
+    OtlpReceiver,
+    Received,
+    assert_sums,
+    receiving,
+    root_of,
+    stages_of,
+)
 from tools import dashboard_panels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -9,6 +9,7 @@ and their workers need, forks for each. Run as a script it is that server:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -95,7 +96,13 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
         )
+    atexit.register(_end, ours, process)
     return ours, process
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.wait(START_S)
 
 
 def _serve(control: socket.socket) -> None:

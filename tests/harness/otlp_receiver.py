@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -134,3 +135,38 @@ def receiving(
         yield receiver
     finally:
         server.stop(0).wait(5)
+
+
+def root_of(spans: Sequence[Received], service: str = "baton-router") -> Received:
+    (root,) = [each for each in spans if each.service == service and each.span.kind == 2]
+    return root
+
+
+def stages_of(spans: Sequence[Received], root: Received) -> list[Received]:
+    """The stages of a request, in order."""
+    stages = [
+        each
+        for each in spans
+        if each.parent_id == root.span_id and "baton.to_first_token" in each.attributes
+    ]
+    return sorted(stages, key=lambda each: each.begin_ns)
+
+
+def assert_sums(spans: Sequence[Received], root: Received) -> list[str]:
+    """No gap and no overlap, from the first moment to the last; those to the first token sum to the
+    time that it took, to the nanosecond. Returns: the stages' names."""
+    stages = stages_of(spans, root)
+    bounds = [root.begin_ns, *(each.end_ns for each in stages)]
+    assert [each.begin_ns for each in stages] == bounds[:-1]
+    assert bounds[-1] == root.end_ns
+    critical = [each for each in stages if each.attributes["baton.to_first_token"]]
+    assert critical == stages[: len(critical)]
+    firsts = [event for event in root.span.events if event.name == "first_token"]
+    if firsts:
+        ttft_ns = firsts[0].time_unix_nano - root.begin_ns
+        assert sum(each.end_ns - each.begin_ns for each in critical) == ttft_ns
+        told_s = root.attributes["gen_ai.response.time_to_first_chunk"]
+        assert told_s == pytest.approx(ttft_ns / 1e9, abs=1e-8)
+    else:
+        assert not critical
+    return [each.name for each in stages]

@@ -20,7 +20,10 @@ from tests.harness.otlp_receiver import (
     Received,
     TraceContext,
     TracingSettings,
+    assert_sums,
     receiving,
+    root_of,
+    stages_of,
 )
 from tests.harness.router_bench import BOUND_S, TOKENIZER, failure, request, running
 from tests.harness.waiting import until
@@ -48,34 +51,14 @@ class Trace:
 
     @property
     def root(self) -> Received:
-        (root,) = filter(lambda each: is_over([each]), self.spans)
-        return root
+        return root_of(self.spans)
 
     @property
     def stages(self) -> list[Received]:
-        """Of the request, in order."""
-        own = [each for each in self.spans if each.parent_id == self.root.span_id]
-        stages = [each for each in own if "baton.to_first_token" in each.attributes]
-        return sorted(stages, key=lambda each: each.begin_ns)
+        return stages_of(self.spans, self.root)
 
     def check_sums(self) -> list[str]:
-        """No gap and no overlap, from the first moment to the last; those to the first token sum to
-        the time that it took, to the nanosecond. Returns: the stages' names."""
-        root, stages = self.root, self.stages
-        bounds = [root.begin_ns, *(each.end_ns for each in stages)]
-        assert [each.begin_ns for each in stages] == bounds[:-1]
-        assert bounds[-1] == root.end_ns
-        critical = [each for each in stages if each.attributes["baton.to_first_token"]]
-        assert critical == stages[: len(critical)]
-        firsts = [event for event in root.span.events if event.name == "first_token"]
-        if firsts:
-            ttft_ns = firsts[0].time_unix_nano - root.begin_ns
-            assert sum(each.end_ns - each.begin_ns for each in critical) == ttft_ns
-            told_s = root.attributes["gen_ai.response.time_to_first_chunk"]
-            assert told_s == pytest.approx(ttft_ns / 1e9, abs=1e-8)
-        else:
-            assert not critical
-        return [each.name for each in stages]
+        return assert_sums(self.spans, self.root)
 
 
 @asynccontextmanager
