@@ -1,1 +1,1 @@
-"""The live page: what the cluster does now, in a browser. See `routes`."""
+"""Live page: a read-only dashboard of the cluster, served on the router's HTTP port. See `routes`."""
