@@ -32,8 +32,8 @@ from services.draft.thread import DraftThread
 
 
 class DraftCollector(Collector):
-    """Prometheus metrics of a draft worker's sessions and calls. They are read from the live
-    counters on the thread that scrapes.
+    """Prometheus metrics of a draft worker's sessions and calls, read from the live counters on the
+    metrics server's thread.
     """
 
     def __init__(self, thread: DraftThread, worker_id: str) -> None:

@@ -201,12 +201,15 @@ class HttpConnections:
         handshake_s: float,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """Args:
-        open_now: returns the protocols of open connections, each with its `transport`.
-        make: creates the protocol of a new connection.
-        most: limit of open connections.
-        stall_s: seconds for which a client may read nothing of what waits for it.
-        handshake_s: limit of a TLS handshake in seconds.
+        """Create the connections; `start` accepts them.
+
+        Args:
+            open_now: returns the protocols of open connections, each with its `transport`.
+            make: creates the protocol of a new connection.
+            most: limit of open connections.
+            stall_s: seconds for which a client may read nothing of what waits for it.
+            handshake_s: limit of a TLS handshake in seconds.
+            ssl_context: of the port; None: no TLS.
         """
         self.num_refused = 0
         self.num_stalled = 0
@@ -224,7 +227,7 @@ class HttpConnections:
         self._next_look: asyncio.TimerHandle | None = None
 
     def start(self, listening: Sequence[socket.socket]) -> None:
-        """Start to accept connections at these non-blocking sockets, and to check for stalled ones."""
+        """Start to accept connections at these non-blocking sockets, and to abort stalled ones."""
         self._listening = listening
         self._accepting = [
             start_task(self._accept(each), "http accept", is_for_many=True) for each in listening
@@ -493,14 +496,16 @@ class HttpServer:
         idle_s: float = 75.0,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """Args:
-        add_routes: functions that add routes and checks to the application.
-        max_body_bytes: limit of one body.
-        drain_s: seconds for which `stop` lets requests finish.
-        max_connections: limit of open connections.
-        stall_s: seconds for which a client may read nothing of its answer.
-        idle_s: seconds for which a connection may have no request.
-        handshake_s: limit of a TLS handshake in seconds.
+        """Create the application; `start` serves it.
+
+        Args:
+            add_routes: functions that add routes and checks to the application.
+            max_body_bytes: limit of one body.
+            drain_s: seconds for which `stop` lets requests finish.
+            max_connections: limit of open connections.
+            stall_s: seconds for which a client may read nothing of its answer.
+            idle_s: seconds for which a connection may have no request.
+            handshake_s: limit of a TLS handshake in seconds.
         """
         self.address = ""
         """host:port; empty until `start`."""

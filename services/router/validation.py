@@ -257,7 +257,7 @@ class ContextLengthExceeded(InvalidArgument):
         num_output_tokens: int,
         context_window: int,
     ) -> None:
-        """`num_output_tokens`: output tokens that the request asks for; 1 where it names no number."""
+        """`num_output_tokens`: output tokens that the request asks for; 1 where it names none."""
         super().__init__(field, problem)
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens

@@ -1,5 +1,6 @@
-"""The parts that the answers of completions and chat share: `Envelope` (ids, usage, provenance),
-finish reasons, and log probabilities as each API writes them. Accumulators of one body; no I/O.
+"""Envelope: the fields around the choices of a completion or chat answer (ids, usage, provenance);
+with it, finish reasons and log probabilities as each API writes them. Accumulators of one body; no
+I/O.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Envelope:
 
     def _fingerprint(self) -> str | None:
         """Return `system_fingerprint`, made of the model's fingerprint: with an equal one, equal
-        seeds give equal answers. None where the requests' models differ or are unknown.
+        seeds give equal answers. None where no account has arrived or the accounts' fingerprints
+        differ.
         """
         found = {account["provenance"].get("model_fingerprint", "") for account in self._accounts}
         return f"fp_{found.pop()[:16]}" if len(found) == 1 else None

@@ -25,7 +25,7 @@ MAX_DEPTH = 128
 """Nesting levels at which containers are parsed in parts."""
 
 _SMALL = 2048
-"""Characters in which the whole of one entry is parsed in one call."""
+"""Length in characters up to which a whole entry is parsed in one call."""
 _FEWEST_SINGLY, _MOST_SINGLY = 16, 4096
 """Entries that are parsed one by one before the next attempt at several: doubled after each attempt
 that fails, up to the second value.

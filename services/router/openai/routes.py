@@ -339,7 +339,7 @@ class EachPrompt:
     caller: Caller
     requests: Sequence[inference_pb2.GenerateRequest]
     times: StageTimes
-    """Stage times since the body began to arrive; used for the first request."""
+    """Stage times, which began with the HTTP request; used for the first prompt."""
     call: TracedCall
     most_at_once: int
     rename: Callable[[str], str]
@@ -727,7 +727,7 @@ def _refused(error: BatonError, headers: Mapping[str, str]) -> web.Response:
 
 
 class HttpCall(TracedCall):
-    """An HTTP request as its trace span describes it. `is_streamed` is set once the body was read."""
+    """An HTTP request as its trace span describes it. `is_streamed`: set after the body is read."""
 
     is_streamed = False
 

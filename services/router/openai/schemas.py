@@ -1,17 +1,16 @@
-"""The schemas of the OpenAI API's bodies, a strict parser for them, and the parts of a request that
-both APIs translate alike. Pure; any thread.
+"""COMPLETION, CHAT and EMBEDDING: the schemas of the OpenAI API's bodies, with their strict parser
+and the translation of the fields that the APIs share. Pure; any thread.
 
 Shapes (`Shape`: Text, Number, ListOf, BodyRecord, ...) read a JSON value strictly and describe
-themselves as JSON Schema. The tables COMPLETION, CHAT and EMBEDDING are built from them. They serve
-both as the check of a body and as its description in the OpenAPI document, so the two cannot
-differ.
+themselves as JSON Schema. The three tables are built from them. A table is both the check of a body
+and its description in the OpenAPI document, so the two cannot differ.
 
-Null means absent. An unknown key is refused with the closest known one. A field of OpenAI's API
-that is not served is in the table as `RefusedField`, and is refused with a reason.
+Null means absent. An unknown key is refused, and the error names the closest known key. A field of
+OpenAI's API that is not served is in the table as `RefusedField`, and is refused with a reason.
 
-`base_request`, `sampling_of` and `response_options` translate the fields that completions and chat
-share. Here only the form is checked; RouterService checks the meaning, and its errors name fields
-of GenerateRequest, which `json_name` translates back.
+`base_request`, `sampling_of` and `response_options` translate the shared fields to GenerateRequest.
+Only the form is checked here. RouterService checks the meaning, and its errors name fields of
+GenerateRequest; `json_name` returns the name that the body has for such a field.
 """
 
 from __future__ import annotations
@@ -255,9 +254,9 @@ class Integer:
         return int(value)
 
     def read_all(self, values: Sequence[Any], path: str) -> list[int]:
-        """Read a whole list, path of the list given. It costs nanoseconds per entry where `read`
-        costs a microsecond, since lists of token ids are long. The list is read in parts: during
-        one call into C no other thread runs.
+        """Read a whole list; `path` names the list. An entry costs nanoseconds, where `read` costs
+        a microsecond: lists of token ids are long. The list is read in parts, since no other thread
+        runs during one call into C.
         """
         read: list[int] = []
         for begin in range(0, len(values), _NUM_AT_ONCE):

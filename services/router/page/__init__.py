@@ -1,1 +1,1 @@
-"""Live page: a read-only dashboard of the cluster, served on the router's HTTP port. See `routes`."""
+"""Live page: a read-only view of the cluster in a browser, served on the router's HTTP port."""

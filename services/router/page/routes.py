@@ -66,15 +66,17 @@ class LivePage:
         write_s: float = WRITE_S,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """Args:
-        status: returns the cluster's status.
-        authorize: returns the caller of an Authorization header; raises BatonError where it has
-            no access.
-        explain: returns one request's placement; raises NotFound.
-        is_on_loopback: whether the port listens on loopback.
-        stream_s: limit of one stream.
-        write_s: limit of writing one event.
-        interval_s: pause between two events.
+        """Create the page; `add_to` registers its routes.
+
+        Args:
+            status: returns the cluster's status.
+            authorize: returns the caller of an Authorization header; raises BatonError where it has
+                no access.
+            explain: returns one request's placement; raises NotFound.
+            is_on_loopback: whether the port listens on loopback.
+            stream_s: limit of one stream, in seconds.
+            write_s: limit of writing one event, in seconds.
+            interval_s: pause between two events, in seconds.
         """
         self._snapshots = Snapshots(status)
         self._authorize = authorize
