@@ -1,2 +1,3 @@
-"""A draft worker: one small model that guesses what others' sequences go on with, on a device of
-its own."""
+"""Draft worker service: a small model on a device of its own that drafts tokens for speculative
+decoding on decode workers.
+"""

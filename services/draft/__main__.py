@@ -1,4 +1,6 @@
-"""`python -m services.draft --config file.toml --set key=value`: one draft worker process."""
+"""Entry point of a draft worker process: `python -m services.draft --config file.toml --set
+key=value`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from process import entrypoint
 from services.draft.config import DraftSettings
 
 _IMPORTS = ("services.draft.main",)
-"""They import torch."""
+"""Modules that import torch."""
 
 
 async def _main(settings: DraftSettings, stop: asyncio.Event) -> None:

@@ -1,7 +1,4 @@
-"""DraftSettings: what a draft worker is told at start.
-
-Frozen; the loader is `process.settings`.
-"""
+"""DraftSettings: the settings of a draft worker process. Frozen; `process.settings` loads them."""
 
 from __future__ import annotations
 
@@ -36,9 +33,10 @@ HEEDED = (
     "num_threads",
     "speculation",
 )
-"""Of `engine`. The others are of an engine that serves requests."""
+"""Fields of `engine` that a draft worker uses. The others concern an engine that serves requests.
+"""
 HEEDED_SPECULATION = ("expansion", "draft_kv_bytes", "max_num_nodes")
-"""Of `engine.speculation`."""
+"""Fields of `engine.speculation` that a draft worker uses."""
 
 
 @dataclass(frozen=True)

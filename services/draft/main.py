@@ -1,6 +1,7 @@
-"""How a draft worker's process starts, serves and ends: the model is loaded on a thread (progress
-as log lines) -> a worker (services/draft/server.py) -> ready line. It ends on a signal, or when
-guessing has failed. Signals, exit codes and parent watch are `process.entrypoint`'s.
+"""`run`: the lifecycle of a draft worker process. It loads the model on a thread and logs the
+progress, starts the worker (`server.serving_drafts`), and logs a ready line. It ends on a signal,
+or when drafting has failed. `process.entrypoint` handles signals, exit codes and the parent
+process.
 """
 
 from __future__ import annotations
@@ -23,20 +24,18 @@ from services.draft.server import DraftWorker, serving_drafts
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
-"""For the last messages of calls that fail."""
+"""Seconds for failed calls to send their errors, when the thread is stuck."""
 PROGRESS_EVERY = 0.1
-"""Loading is logged when it moved by this share."""
+"""Share of the loading work after which progress is logged again."""
 
 
 async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
-    """A draft worker process's whole life.
+    """Run a draft worker until `stop` is set or drafting fails.
 
-    Raises: what keeps it from starting (one line: what and how to fix it); Internal when guessing
-    failed.
+    Raises: an error that prevents the start, in one line with the fix; Internal when drafting
+        failed.
     """
-    tls.TlsIdentity.of(
-        settings.tls, PeerRole.DRAFT
-    )  # wrong files are told before a model is loaded
+    tls.TlsIdentity.of(settings.tls, PeerRole.DRAFT)  # report wrong files before a model is loaded
     health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)
     health.follow()
@@ -81,7 +80,7 @@ def _say_ready(worker: DraftWorker, proposer: DraftModelProposer, metrics: Metri
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Wait for whichever comes first."""
+    """Wait for the first of several events."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +92,9 @@ async def _first(*events: asyncio.Event) -> None:
 async def _load(
     settings: DraftSettings, stop: asyncio.Event, health: HealthProbes
 ) -> DraftModelProposer | None:
-    """On a thread that does not hold the process back when it is told to stop. Returns: None when
-    `stop` came first."""
+    """Load the model on a daemon thread, which does not delay the end of the process. Returns: None
+    when `stop` was set first.
+    """
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     loaded: list[DraftModelProposer | Exception] = []
@@ -126,7 +126,9 @@ async def _load(
 
 
 def _warm_up(proposer: DraftModelProposer) -> None:
-    """So that the first call does not wait for what the model does once."""
+    """Draft once with and without sampling, so that the first call does not wait for the model's
+    one-time work.
+    """
     key = ("warm-up", 0)
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, temperature=1.0)):
         proposer.propose([DraftTask(key, [0, 0], 1, sampling, 0, 64)])
@@ -134,7 +136,7 @@ def _warm_up(proposer: DraftModelProposer) -> None:
 
 
 class _Progress:
-    """Progress of loading, for probes and as log lines: not more than anybody can look at."""
+    """Progress of loading, for health probes and as a limited number of log lines."""
 
     def __init__(self, health: HealthProbes) -> None:
         self._health = health

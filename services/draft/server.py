@@ -1,13 +1,9 @@
-"""What a draft worker's /metrics shows: its sessions, and what it was asked. Read from where it is
-counted, by the thread of whoever scrapes.
+"""DraftWorker and DraftServicer: the gRPC server of a draft worker (baton.v1.Draft), around a
+loaded proposer. Verifiers (decode workers) call it. One asyncio loop.
 
-A draft worker from a loaded proposer to its clean end: thread, gRPC server, health, metrics.
-
-Start: thread -> server. End: it says that it takes nothing more, calls under way end within
-`limits.drain_s` -> thread. Belongs to the loop's thread. Tests and the process use the same one.
-
-The Draft service: what a draft worker answers verifiers. The only module here that knows the
-stub.
+`serving_drafts` starts the thread, then the server. At the end the worker refuses new calls, lets
+running ones finish within `limits.drain_s`, then ends the thread. `DraftCollector` exports the
+counts of the sessions. This is the only module of the service that uses the generated stub.
 """
 
 from __future__ import annotations
@@ -36,14 +32,16 @@ from services.draft.thread import DraftThread
 
 
 class DraftCollector(Collector):
-    """See the module."""
+    """Prometheus metrics of a draft worker's sessions and calls, read from the live counters on the
+    metrics server's thread.
+    """
 
     def __init__(self, thread: DraftThread, worker_id: str) -> None:
         self._thread = thread
         self._labels = {"worker_id": worker_id, "role": "draft"}
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Yield all metrics."""
         labels, sessions = self._labels, self._thread.sessions
         is_up = self._thread.failure is None
         yield gauge("baton_up", "1 while the process answers.", labels, is_up)
@@ -84,7 +82,7 @@ JOIN_S = 5.0
 
 
 class DraftWorker:
-    """One that serves."""
+    """A draft worker that serves: its thread, address, incarnation, and readiness."""
 
     def __init__(self, worker_id: str, thread: DraftThread) -> None:
         self.worker_id = worker_id
@@ -94,7 +92,9 @@ class DraftWorker:
         self.is_draining = False
 
     def why_not_ready(self) -> str:
-        """For probes and callers, any thread: one line; empty: it guesses."""
+        """Return in one line why the worker takes no calls; empty: it takes them. For probes and
+        callers, on any thread.
+        """
         if self.is_draining:
             return f"{self.worker_id} is draining"
         return "" if self.thread.failure is None else str(self.thread.failure)
@@ -108,12 +108,12 @@ async def serving_drafts(
     metrics: MetricsServer | None = None,
     join_s: float = JOIN_S,
 ) -> AsyncIterator[DraftWorker]:
-    """Propose with `proposer`, which is this worker's from now on, until the body ends.
+    """Serve drafts of `proposer`, which the worker owns from now on, until the body ends.
 
     Args:
-        metrics: that shows what is counted; its owner starts and stops it.
-        join_s: for a guess under way to end, at the end.
-    Raises: Unavailable when the port is taken; SettingsError for a certificate of another role.
+        metrics: server that exports the worker's metrics; the caller starts and stops it.
+        join_s: limit for a batch under way to finish at the end.
+    Raises: Unavailable when the port is in use; SettingsError for a certificate of another role.
     """
     limits = settings.limits
     sessions = DraftSessions(
@@ -155,7 +155,7 @@ async def serving_drafts(
             await server.stop(limits.drain_s)
     finally:
         if not await worker.thread.stop(join_s):
-            # The process ends all the same: it is a daemon thread.
+            # It is a daemon thread, so it does not keep the process alive.
             logs.event(logger, "guessing_goes_on", level=logging.ERROR, waited_s=join_s)
 
 
@@ -165,11 +165,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    """See the proto.
+    """Servicer of baton.v1.Draft: Describe, Propose, Forget.
 
     Args:
-        max_call_s: for a call whose caller gives none, or more.
-        why_not_ready: empty: calls are taken.
+        max_call_s: limit of a call; also used where the caller gives no deadline or a longer one.
+        why_not_ready: returns why calls are refused; empty: they are taken.
     """
 
     def __init__(

@@ -1,10 +1,12 @@
-"""DraftThread: the one thread that the sessions and their model belong to. Calls that wait are
-computed as one batch, at most one of each verifier; between calls, texts that are new are caught up
-with, and when there is nothing to do, the conservation laws are recomputed. Where calls always
-wait, both are done after every so many batches.
+"""DraftThread: the thread that owns the draft sessions and their model. Its public methods are
+called on the loop.
 
-When anything but a wrong ask goes wrong, or a batch takes longer than `step_timeout_s`, `failed` is
-set and every call fails: the process should end. Its methods belong to the loop's thread.
+Waiting calls are computed as one batch, with at most one call of each verifier. Between batches the
+thread computes the KV of new text (catch-up). When it is idle, it checks the sessions' invariants.
+Under constant load it does both after a fixed number of batches.
+
+An invalid call fails alone. Any other error, or a batch that takes longer than `step_timeout_s`,
+sets `failed` and fails every call: the process should then end.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.25
 PIECE_EVERY = 4
-"""Batches, if calls always wait: a piece of what is new is as long as several batches; guessed."""
+"""Batches between two pieces of catch-up under constant load. Guessed: a piece takes as long as
+several batches.
+"""
 LAWS_EVERY = 256
-"""Batches, if calls always wait."""
+"""Batches between two checks of the invariants under constant load."""
 
 
 @dataclass(eq=False)
@@ -53,17 +57,17 @@ _Job = _Call | _Forget | None
 
 
 class DraftThread:
-    """See the module."""
+    """Thread that drafts tokens for verifiers' sessions in batches."""
 
     def __init__(
         self, sessions: DraftSessions, max_waiting_calls: int, *, step_timeout_s: float = 0.0
     ) -> None:
-        """step_timeout_s: 0: guessing may take as long as it likes."""
+        """`step_timeout_s`: limit of one step of drafting; 0: none."""
         self.sessions = sessions
-        """For counts alone."""
+        """Sessions; on the loop, read for their counts only."""
         self.failed = asyncio.Event()
         self.failure: BatonError | None = None
-        self._num_put = self._num_done = 0  # the loop writes the one, the thread the other
+        self._num_put = self._num_done = 0  # the loop writes the first, the thread the second
         self._max_waiting_calls = max_waiting_calls
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -77,20 +81,22 @@ class DraftThread:
 
     @property
     def is_stuck(self) -> bool:
-        """It failed because guessing does not end; as long as that is so."""
+        """Whether the thread has failed by timeout and the late step still runs."""
         return self.failure is not None and self._watch.is_late
 
     @property
     def num_waiting(self) -> int:
-        """Calls that are computed or wait for it, those that were given up included until the
-        thread gets to them, and words of what is over."""
+        """Number of jobs that wait or are computed: calls and Forgets. A call that was given up
+        counts until the thread reaches it.
+        """
         return self._num_put - self._num_done
 
     async def propose(
         self, verifier: bytes, requests: Sequence[DraftRequest], deadline: Deadline
     ) -> Sequence[DraftResponse]:
-        """An answer to each. Raises: InvalidArgument, NoCapacity, DeadlineExceeded, Unavailable
-        when the thread has ended or failed."""
+        """Return a draft for each request. Raises: InvalidArgument, NoCapacity, DeadlineExceeded;
+        Unavailable when the thread has ended or failed.
+        """
         with _named():
             self.sessions.check(verifier, requests)
         call = _Call(verifier, requests)
@@ -99,14 +105,17 @@ class DraftThread:
             return await asyncio.wrap_future(call.answers)
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """Behind the calls before; nobody waits for it. Raises: InvalidArgument, NoCapacity,
-        Unavailable."""
+        """Drop sessions after the calls before; does not wait for it. Raises: InvalidArgument,
+        NoCapacity, Unavailable.
+        """
         with _named():
             self.sessions.check_ended(verifier, sessions)
         self._put(_Forget(verifier, sessions))
 
     async def stop(self, timeout_s: float) -> bool:
-        """Calls that have not begun fail. Returns: whether it ended in time."""
+        """Fail the calls that have not begun, and end the thread. Returns: whether it ended within
+        `timeout_s`.
+        """
         await end_tasks([self._watching])
         self._is_over = True
         self._jobs.put(None)
@@ -182,7 +191,7 @@ class DraftThread:
                 self.sessions.check_integrity()
 
     def _do(self, waiting: deque[_Call | _Forget]) -> None:
-        """What waits longest, and what may be computed with it."""
+        """Process the job that waits longest, together with the calls that fit into its batch."""
         job = waiting[0]
         if isinstance(job, _Forget):
             waiting.popleft()
@@ -192,7 +201,9 @@ class DraftThread:
             self._propose(_batch(waiting))
 
     def _take(self, waiting: deque[_Call | _Forget], timeout_s: float | None) -> None:
-        """All that waits, at least one. Raises: Empty when nothing came, _Over at the end."""
+        """Move all queued jobs to `waiting`, at least one. Raises: Empty when none came within
+        `timeout_s` (None: no limit); _Over when the thread should end.
+        """
         is_waiting = timeout_s is None or timeout_s > 0.0
         job = self._jobs.get(is_waiting, timeout_s if is_waiting else None)
         while True:
@@ -205,7 +216,7 @@ class DraftThread:
                 return
 
     def _propose(self, calls: Sequence[_Call]) -> None:
-        # Whoever has given up meanwhile is not computed for.
+        # Calls that were given up meanwhile are not computed.
         live = [call for call in calls if call.answers.set_running_or_notify_cancel()]
         requests = [(call.verifier, one) for call in live for one in call.requests]
         try:
@@ -215,7 +226,7 @@ class DraftThread:
             for call in live:
                 call.answers.set_exception(Internal(f"guessing has failed: {error}"))
             raise
-        self._num_done += len(calls)  # before its callers know
+        self._num_done += len(calls)  # before the callers get their results
         first = 0
         for call in live:
             call.answers.set_result(answers[first : first + len(call.requests)])
@@ -224,7 +235,7 @@ class DraftThread:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """ValueError `field: what is wrong` is an InvalidArgument."""
+    """Turn a ValueError with the text `field: problem` into InvalidArgument."""
     try:
         yield
     except ValueError as error:
@@ -233,11 +244,13 @@ def _named() -> Iterator[None]:
 
 
 class _Over(Exception):
-    """The thread was told to end."""
+    """The thread was asked to end."""
 
 
 def _batch(waiting: deque[_Call | _Forget]) -> list[_Call]:
-    """The first call, and those behind it that may be computed with it."""
+    """Remove and return the calls of the next batch: the first call, and those after it that may be
+    computed with it.
+    """
     calls: list[_Call] = []
     verifiers: set[bytes] = set()
     while waiting:

@@ -1,3 +1,3 @@
-"""The front door: validates, makes tokens of text, chooses workers, joins both legs, makes text of
-tokens. No torch.
+"""Router service: validates requests, tokenizes prompts, chooses workers, joins the prefill and the
+decode part of each request, and detokenizes the output. Imports no torch.
 """

@@ -1,5 +1,5 @@
-"""`python -m services.router --config router.toml --set model=<name>`: one router until SIGTERM or
-SIGINT.
+"""Entry point of a router process: `python -m services.router --config router.toml --set
+model=<name>` runs one router until SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ logger = logging.getLogger("router")
 
 
 async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set."""
-    # Reads files and may fetch them: not on the loop, which has to hear signals.
+    """Load the models, then serve until `stop` is set."""
+    # Loading reads files and may download them: not on the loop, which handles signals.
     models = [
         await asyncio.to_thread(load_model, model) for model in (settings.model, *settings.models)
     ]

@@ -1,13 +1,10 @@
-"""A request's bytes to a message, and if that fails, the name of the field that is broken.
+"""InferenceServicer: the gRPC service of the router (baton.v1.Inference). It translates between
+gRPC messages and `RouterService`, and decides nothing. One asyncio loop.
 
-protobuf refuses invalid UTF-8 when it parses, and gRPC would answer INTERNAL for that. So the
-handler takes raw bytes and asks here. Pure; any thread.
-
-The Inference servicer: raw bytes in, requests to the front desk, messages out. Translates only.
-
-A GenerateRequest comes as bytes so that what protobuf refuses gets INVALID_ARGUMENT with a field's
-name instead of gRPC's INTERNAL. Generate writes through its context rather than yielding, so that
-cancelling an attempt reaches it while a slow reader holds a write up. One asyncio loop.
+Generate takes raw bytes. protobuf refuses invalid UTF-8 while it parses, and gRPC would answer that
+with INTERNAL; `parse_request` answers INVALID_ARGUMENT with the name of the broken field. Generate
+writes through its context instead of yielding messages, so that a cancelled attempt ends at once
+even while a slow reader blocks a write.
 """
 
 from __future__ import annotations
@@ -38,20 +35,22 @@ from services.router.service import RouterService
 from services.router.tracing import TracedCall
 
 MAX_PARTS = 32_768
-"""Chat messages, tool calls and the like in one request. Each takes microseconds to check, on the
-loop that serves everybody.
+"""Limit of nested messages (chat messages, tool calls and the like) in one request. Checking one
+takes microseconds on the loop that serves all requests.
 """
 
 MAX_SEARCHED_BYTES = 64 * 1024
-"""Of a damaged message that is searched for the field to name, for the same reason."""
+"""Largest damaged message, in bytes, that is searched for the name of the broken field. The search
+runs on the loop, too.
+"""
 
 
 def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateRequest:
-    """The message in `data`.
+    """Parse a GenerateRequest of at most `max_bytes` bytes.
 
-    Raises: InvalidArgument naming the field: too large, broken UTF-8, damaged, or with fields this
-        version does not know
-        (ignoring those could mean to serve something else than was asked).
+    Raises: InvalidArgument naming the field: too large, not UTF-8, damaged, or with fields unknown
+        to this version. Unknown fields are refused, since ignoring one could change what the
+        request means.
     """
     if len(data) > max_bytes:
         raise InvalidArgument("request", f"has {len(data)} bytes, at most {max_bytes} are allowed")
@@ -70,9 +69,12 @@ def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateReque
 
 
 def _check_known(message: Message, path: str, left: int = MAX_PARTS) -> int:
-    """`left`: how many parts there may be. Returns: how many more.
+    """Check a message and its nested messages for unknown fields. `left`: number of nested messages
+    that are still allowed.
 
-    Raises: InvalidArgument naming the first part that has a field unknown here, or is too many.
+    Returns: the number that is left after this message.
+    Raises: InvalidArgument naming the first message with an unknown field, or the list that exceeds
+        the limit.
     """
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         raise InvalidArgument(
@@ -94,8 +96,8 @@ def _check_known(message: Message, path: str, left: int = MAX_PARTS) -> int:
 
 
 def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:
-    """Path of the first string field of an encoded `kind` that is not UTF-8; None if there is none
-    or the bytes are damaged.
+    """Return the path of the first string field of an encoded `kind` that is not UTF-8. None: there
+    is no such field, or the bytes are damaged.
     """
     with contextlib.suppress(ValueError):
         return _find_broken_text(kind, data, path)
@@ -103,7 +105,7 @@ def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:
 
 
 def _find_broken_text(kind: Message, data: bytes, path: str) -> str | None:
-    """Raises: ValueError where the bytes are damaged."""
+    """Return the same as `find_broken_text`. Raises: ValueError where the bytes are damaged."""
     seen: Counter[int] = Counter()
     for number, wire_type, _, begin, end in fields_of(data):
         field = kind.DESCRIPTOR.fields_by_number.get(number)
@@ -123,7 +125,7 @@ def _find_broken_text(kind: Message, data: bytes, path: str) -> str | None:
 
 
 def _empty(kind: Any) -> Message:
-    # Any: the stubs call a descriptor by two names.
+    # Any: the type stubs have two names for a descriptor.
     return message_factory.GetMessageClass(kind)()
 
 
@@ -143,7 +145,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GrpcCall(TracedCall):
-    """A call of Generate."""
+    """A call of Generate, as its trace span describes it."""
 
     name = f"{SERVICE}/Generate"
 
@@ -159,7 +161,9 @@ class GrpcCall(TracedCall):
 
 
 class InferenceServicer:
-    """See the module."""
+    """gRPC servicer of baton.v1.Inference: checks the caller, parses the request, and calls
+    RouterService.
+    """
 
     def __init__(self, desk: RouterService, clients: Clients, changes: AdapterChanges) -> None:
         self._desk = desk
@@ -167,8 +171,8 @@ class InferenceServicer:
         self._changes = changes
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register every method. (The generated helper would parse a GenerateRequest before we see
-        it.)
+        """Register every method with a server. The registration function that protoc generates is
+        not used: it would parse a GenerateRequest before this class sees its bytes.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
@@ -202,7 +206,7 @@ class InferenceServicer:
 
     @rpc.unary
     async def generate(self, data: bytes, context: Context) -> None:
-        """Serve one request; its messages go out through `context` as they come."""
+        """Serve one request. Its messages are written through `context` as they are produced."""
         desk, times = self._desk, StageTimes()
         caller = self._caller(context)
         call = GrpcCall(context)
@@ -253,7 +257,7 @@ class InferenceServicer:
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsReply:
-        """The model served, once for each fingerprint among its workers."""
+        """Return the served models, one entry for each fingerprint among a model's workers."""
         self._caller(context)
         return self._desk.list_models()
 
@@ -261,7 +265,7 @@ class InferenceServicer:
     async def get_cluster_status(
         self, request: inference_pb2.GetClusterStatusRequest, context: Context
     ) -> inference_pb2.GetClusterStatusReply:
-        """Workers, stores, counters, and what is not as it should be. For admins."""
+        """Return workers, stores, counters and detected problems. Admins only."""
         self._caller(context).check_admin()
         return await self._desk.cluster_status(request)
 
@@ -269,7 +273,7 @@ class InferenceServicer:
     async def explain(
         self, request: inference_pb2.ExplainRequest, context: Context
     ) -> inference_pb2.ExplainReply:
-        """Why a request went where it did. For admins."""
+        """Return why a request was placed on its workers. Admins only."""
         self._caller(context).check_admin()
         return self._desk.explain(request)
 
@@ -277,7 +281,7 @@ class InferenceServicer:
     async def load_adapter(
         self, request: inference_pb2.LoadClusterAdapterRequest, context: Context
     ) -> inference_pb2.LoadClusterAdapterReply:
-        """On every worker or on none. For admins."""
+        """Load an adapter on every worker or on none. Admins only."""
         self._caller(context).check_admin()
         return await self._changes.load(request)
 
@@ -285,10 +289,10 @@ class InferenceServicer:
     async def unload_adapter(
         self, request: inference_pb2.UnloadClusterAdapterRequest, context: Context
     ) -> inference_pb2.UnloadClusterAdapterReply:
-        """Off every worker or off none. For admins."""
+        """Unload an adapter from every worker or from none. Admins only."""
         self._caller(context).check_admin()
         return await self._changes.unload(request, context.time_remaining())
 
     def _caller(self, context: Context) -> Caller:
-        """Raises: Unauthenticated."""
+        """Return the caller that the call's authorization names. Raises: Unauthenticated."""
         return self._desk.caller_of(authorization_of(context))

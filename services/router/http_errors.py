@@ -1,9 +1,10 @@
-"""Errors to HTTP: the status, OpenAI's envelope, and headers that say whether to try again. Pure.
+"""`HttpError` and the functions that map an exception to it: status, OpenAI's error envelope, and
+the headers that tell a client whether to retry. Pure.
 
     {"error": {"message": ..., "type": ..., "param": the field or null, "code": ...}}
 
-The same object stands in the body of a failed request and in the event that ends a failed stream.
-What we did not expect is 500 and does not leak its text.
+The body of a failed request and the event that ends a failed stream hold the same object. An
+exception that is no BatonError becomes status 500, and its text is not sent to the client.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from process import rpc_errors
 from services.router.validation import ContextLengthExceeded
 
 CLIENT_CLOSED = 499
-"""Nobody is there to read it; what proxies log for it."""
+"""Status of a request whose client closed the connection, as nginx logs it; no client reads it."""
 
 
 class ModelNotFound(rpc_errors.InvalidArgument):
-    """A name that no model has: OpenAI's API answers it as a thing that is not there."""
+    """Error for a model name that the router does not serve. HTTP answers 404, as OpenAI's API
+    does.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__("model", problem)
@@ -29,18 +32,18 @@ class ModelNotFound(rpc_errors.InvalidArgument):
 
 @dataclass(frozen=True)
 class HttpError:
-    """How one error looks to an HTTP client."""
+    """One error as an HTTP client sees it: status, envelope, retry headers."""
 
     status: int
     message: str
     kind: str
-    """`type` of the envelope."""
+    """Value of `type` in the envelope."""
     code: str
     param: str | None = None
     retry_after_s: float | None = None
 
     def body(self) -> dict[str, Any]:
-        """The envelope."""
+        """Return the envelope."""
         return {
             "error": {
                 "message": self.message,
@@ -51,7 +54,9 @@ class HttpError:
         }
 
     def headers(self) -> Mapping[str, str]:
-        """When to come again; openai's client obeys both names, and a plain "no"."""
+        """Return the headers that say whether and when to retry. OpenAI's client reads all three
+        names.
+        """
         if self.retry_after_s is None:
             return {"x-should-retry": "false"}
         return {
@@ -77,7 +82,9 @@ _KINDS: tuple[tuple[type[rpc_errors.BatonError], int, str, str], ...] = (
 
 
 def http_error_of(error: BaseException) -> HttpError:
-    """A field is named as the error names it: see `InvalidArgument.renamed`."""
+    """Return the HTTP error for an exception. `param` is the field as the exception names it;
+    `InvalidArgument.renamed` gives it the client's name.
+    """
     if isinstance(error, rpc_errors.InvalidArgument):
         if isinstance(error, ContextLengthExceeded):
             return _too_long(error)
@@ -97,8 +104,9 @@ def http_error_of(error: BaseException) -> HttpError:
 
 
 def _too_long(error: ContextLengthExceeded) -> HttpError:
-    """In OpenAI's words and by its code: clients look for both, to send less or to ask a model
-    with a longer window."""
+    """Return the error for a prompt that exceeds the context window, with OpenAI's text and code.
+    Clients look for both, to shorten the request or to choose a model with a longer window.
+    """
     num_prompt, num_output = error.num_prompt_tokens, error.num_output_tokens
     where = error.field if error.field.startswith(("messages", "input")) else "prompt"
     return HttpError(
@@ -114,7 +122,9 @@ def _too_long(error: ContextLengthExceeded) -> HttpError:
 
 
 def http_error_of_status(status: int, message: str) -> HttpError:
-    """What HTTP itself refuses: no such path, no such method, too large."""
+    """Return the error for a request that HTTP itself refuses, such as an unknown path, a wrong
+    method or a body that is too large.
+    """
     codes = {
         404: "not_found",
         405: "method_not_allowed",

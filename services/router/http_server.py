@@ -1,44 +1,27 @@
-"""Connections whose client has ended its own direction: it sends no more, and its answer is owed.
+"""HttpServer: the aiohttp server of the router's HTTP port. It bounds connections, answers errors
+in one form, and knows no route of its own. One asyncio loop.
 
-On the wire a client that half-closed (shutdown) is the same as one that went away (close), until
-something is written to it: one that went away resets the connection. So a client whose answer is
-not there gets a word that it passes over, an interim response or, within an event stream, a
-comment; and a connection that was reset for it is aborted: its handler sees a client that went
-away. Not over TLS, where a client that sends no more cannot be answered. One asyncio loop.
+Connections (`HttpConnections`): a connection counts from its accept, through the TLS handshake, to
+its end. A connection beyond the limit is closed at once, after a 503 on a plain port; over TLS
+without one, since a 503 would cost a handshake. A handshake that takes longer than `handshake_s`
+ends its connection. A connection whose client reads nothing of the waiting bytes for `stall_s` is
+aborted. aiohttp closes idle connections and bounds headers and bodies in bytes.
 
-The open connections of an HTTP port: how many there may be, and which are given up.
+Half-closed connections (`HalfOpen`, not over TLS): a client that disconnects cancels its handler; a
+client that only shuts down its sending side still gets its answer. On the wire the two look the
+same until the server writes. So the server writes bytes that a client ignores (an interim response,
+or a comment within an event stream). If the connection is reset after that, it is aborted, and the
+handler is cancelled.
 
-A connection counts from its accept, through the TLS handshake, to its end. One more than `most` is
-closed at once: after a 503, or, over TLS, without one, for that would cost a handshake. A handshake
-that is not over after `handshake_s` ends its connection. A connection whose client lets bytes wait
-and takes none of them for `stall_s` is aborted, whatever its answer is: its handler sees it as a
-client that went away. (One that waits for a request is closed by aiohttp.) Knows connections, no
-request. One asyncio loop.
-
-Which web pages may use an HTTP port that needs no API key: those of this machine, and of
-the origins in the setting `cors_origins`.
-
-Such a port is open to this machine only, and so to every page that a browser on it shows: a page
-from elsewhere whose name was made to point at 127.0.0.1 (DNS rebinding) is of one origin with the
-port, as the browser sees it. A browser says in `Origin` from which page a POST comes; other clients
-send none. One asyncio loop.
-
-Web pages from elsewhere that may use the API (CORS), by the setting `cors_origins`: a browser
-asks before it sends a request that a page makes to another origin (a preflight), and shows the page
-an answer only where the answer names the page's origin.
-
-Only the paths of the API: what shows the cluster is for its own pages. Whether a request is served
-at all, by its key, is not decided here. One asyncio loop.
-
-Which certificates open the HTTP port, where clients are asked for one: those of clients and
-admins; what shows the whole cluster, those of admins alone. A worker's or a store's opens nothing
-here. One asyncio loop.
-
-The router's HTTP port: connections, bounds, and errors in one form. Knows no route of its own.
-
-A client that goes away cancels its handler; one that only sends no more gets its answer. Headers
-and bodies are bounded in bytes, connections in number, and one that does not finish a request's
-head in time, or does not take its answer, is closed. One asyncio loop.
+Access checks, which app.py adds as needed:
+- `add_origin_check`: which web pages may use a port that needs no API key. Such a port listens on
+  loopback, and every page in a browser on this machine can reach it, also a page of a foreign name
+  that resolves to 127.0.0.1 (DNS rebinding). A browser names the page in `Origin`; other clients
+  send none.
+- `Cors`: preflight answers and response headers for the origins in `cors_origins`, for the paths of
+  the API only. API keys are checked elsewhere.
+- `add_role_check`: which client certificates may use the port. Clients and admins may; the paths
+  that show the whole cluster are for admins. A worker's or a store's certificate is refused.
 """
 
 from __future__ import annotations
@@ -71,21 +54,28 @@ from process.tls import uris_of
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status
 
 _GRACE_S = 0.5
-"""For which an answer may not have begun before its client gets a word. Guessed: most whole answers
-to a client that half-closes are there by then, and a worker that goes on for one that went away
-does not so for long."""
+"""Seconds that an answer may take to begin before its half-closed client gets ignorable bytes.
+Guessed: most whole answers are ready by then, and a worker computes only this long for a client
+that disconnected.
+"""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 1.0
-"""Between two looks whether the connection was reset: each is twice as long as the one before."""
+"""Seconds between two checks whether the connection was reset: each pause is twice as long as the
+one before, up to the second value.
+"""
 _TURNS = 8
-"""Of the loop, in which a request that has arrived is at its handler: aiohttp takes three."""
+"""Iterations of the loop within which a received request reaches its handler: aiohttp takes three.
+"""
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b"2\r\n:\n\r\n"
-"""A chunk. Each write of an event stream is a whole one, of whole events."""
+"""A chunk with an SSE comment. Each write of an event stream is one whole chunk of whole events."""
 
 
 class HalfOpen(asyncio.Protocol):
-    """One connection, around the protocol that serves it. `serving` says what it serves, from when
-    its request is at a handler on; `response`, once that has begun, its answer.
+    """Protocol of one connection, wrapped around aiohttp's. It keeps a half-closed connection open
+    while an answer is owed.
+
+    `serving` marks the request that a handler works on. `response` is its answer, once that has
+    begun.
     """
 
     def __init__(self, inner: asyncio.Protocol) -> None:
@@ -98,7 +88,7 @@ class HalfOpen(asyncio.Protocol):
 
     @contextmanager
     def serving(self, request: web.BaseRequest) -> Iterator[None]:
-        """The body makes the answer."""
+        """Mark `request` as being served while the body runs."""
         self._request, self.response = request, None
         try:
             yield
@@ -106,7 +96,7 @@ class HalfOpen(asyncio.Protocol):
             self._request = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -125,21 +115,23 @@ class HalfOpen(asyncio.Protocol):
         self._inner.resume_writing()
 
     def eof_received(self) -> bool:
-        """Returns: that the connection is not to be closed for it."""
+        """Note that the client sends no more. Returns: True, which keeps the connection open."""
         self._inner.eof_received()
         self.is_half_closed = True
         self._find_request(_TURNS)
         return True
 
     def _find_request(self, num_turns: int) -> None:
-        """Close the connection, unless an answer is owed."""
+        """Close the connection unless an answer is owed. `num_turns`: iterations of the loop to
+        wait for a request that has arrived but is not at its handler yet.
+        """
         loop, transport, request = asyncio.get_running_loop(), self._transport, self._request
         if transport is None or transport.is_closing():
             return
         if request is None and num_turns:
             self._next = loop.call_soon(self._find_request, num_turns - 1)
         elif request is None or not request.content.is_eof():
-            transport.close()  # nothing was asked, or not to its end
+            transport.close()  # no request, or an incomplete one
         elif self.response is not None:
             self._say_a_word()
         else:
@@ -173,7 +165,7 @@ def _is_event_stream(response: web.StreamResponse) -> bool:
 
 
 def half_open_of(request: web.BaseRequest) -> HalfOpen | None:
-    """The connection of a request; None: it is closed, or one over TLS."""
+    """Return the connection of a request. None: it is closed, or uses TLS."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
     return protocol if isinstance(protocol, HalfOpen) else None
 
@@ -182,20 +174,22 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _ACCEPT_PAUSE_S = 1.0
-"""After an accept that failed, as where no file descriptor is left."""
+"""Seconds to pause after a failed accept, such as one without a free file descriptor."""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What waited for a client when its connection was looked at."""
+    """Bytes that waited for a client when its connection was checked."""
 
     num_bytes: int
     since_s: float
-    """Since when it has been as many."""
+    """Loop time since which the number has not changed."""
 
 
 class HttpConnections:
-    """See the module."""
+    """The connections of an HTTP port: accepts them, refuses those beyond `most`, and aborts those
+    whose client has stopped reading. Knows connections, not requests.
+    """
 
     def __init__(
         self,
@@ -207,7 +201,16 @@ class HttpConnections:
         handshake_s: float,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """`open_now`: protocols of connections, each with its `transport`; `make`: one more."""
+        """Create the connections; `start` accepts them.
+
+        Args:
+            open_now: returns the protocols of open connections, each with its `transport`.
+            make: creates the protocol of a new connection.
+            most: limit of open connections.
+            stall_s: seconds for which a client may read nothing of what waits for it.
+            handshake_s: limit of a TLS handshake in seconds.
+            ssl_context: of the port; None: no TLS.
+        """
         self.num_refused = 0
         self.num_stalled = 0
         self._open_now = open_now
@@ -219,13 +222,12 @@ class HttpConnections:
         self._listening: Sequence[socket.socket] = ()
         self._accepting: list[asyncio.Task[None]] = []
         self._beginning: dict[asyncio.BaseProtocol, asyncio.Task[None]] = {}
-        """Connections that were accepted and do not serve yet."""
+        """Connections that were accepted and are not served yet."""
         self._looks: dict[asyncio.BaseProtocol, _Look] = {}
         self._next_look: asyncio.TimerHandle | None = None
 
     def start(self, listening: Sequence[socket.socket]) -> None:
-        """Accept connections from now on at these sockets, which do not block, and look after
-        them."""
+        """Start to accept connections at these non-blocking sockets, and to abort stalled ones."""
         self._listening = listening
         self._accepting = [
             start_task(self._accept(each), "http accept", is_for_many=True) for each in listening
@@ -233,20 +235,20 @@ class HttpConnections:
         self._look_later()
 
     async def stop_accepting(self) -> None:
-        """No new connection; those whose handshake is under way end. Idempotent."""
+        """Accept no new connection, and end those in their handshake. Idempotent."""
         await end_tasks([*self._accepting, *self._beginning.values()])
         for each in self._listening:
             each.close()
 
     def stop(self) -> None:
-        """Look after none any more. Idempotent."""
+        """Stop the checks for stalled connections. Idempotent."""
         if self._next_look is not None:
             self._next_look.cancel()
         self._looks.clear()
 
     @property
     def num_open(self) -> int:
-        """Connections, those in their handshake among them."""
+        """Number of connections, including those in their handshake."""
         return len({*self._open_now(), *self._beginning})
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -260,7 +262,7 @@ class HttpConnections:
             self._take(peer)
 
     def _take(self, peer: socket.socket) -> None:
-        """A connection that was just accepted."""
+        """Serve or refuse a connection that was just accepted."""
         is_refused = self.num_open >= self._most
         self.num_refused += is_refused
         if is_refused and self._ssl_context is not None:
@@ -276,8 +278,8 @@ class HttpConnections:
         served = protocol
         if context is None and isinstance(protocol, asyncio.Protocol):
             served = HalfOpen(protocol)
-        # A client that went away, or whose handshake failed or took too long: its connection is
-        # closed, and there is no more to do.
+        # The client disconnected, or its handshake failed or took too long: the connection is
+        # closed already.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: served,
@@ -287,7 +289,7 @@ class HttpConnections:
             )
 
     def look(self, now_s: float) -> None:
-        """Abort those that have taken nothing for too long."""
+        """Abort the connections whose client has read nothing for `stall_s`. `now_s`: loop time."""
         looks: dict[asyncio.BaseProtocol, _Look] = {}
         for protocol in self._open_now():
             transport: asyncio.Transport | None = getattr(protocol, "transport", None)
@@ -325,10 +327,12 @@ class HttpConnections:
 
 
 class _Refusal(asyncio.Protocol):
-    """A connection that is told to come again, and closed: it is not read from."""
+    """Protocol of a refused connection: it writes a 503 with retry headers and closes. It reads
+    nothing.
+    """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        stream = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        stream = cast(asyncio.Transport, transport)  # uvloop's has no such base
         error = http_error_of(
             NoCapacity("too many connections are open at this port", retry_after_s=_RETRY_S)
         )
@@ -342,7 +346,7 @@ class _Refusal(asyncio.Protocol):
             *(f"{name}: {value}" for name, value in error.headers().items()),
         ]
         stream.write("\r\n".join([*lines, "", ""]).encode() + body)
-        # What is written goes out at the end of the loop's turn.
+        # The loop sends what was written at the end of this iteration.
         asyncio.get_running_loop().call_soon(stream.close)
 
 
@@ -350,8 +354,9 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def add_origin_check(app: web.Application, others: Collection[str] = ()) -> None:
-    """Check each request of `app` before its handler sees it. `others`: origins that are served,
-    too."""
+    """Check the `Origin` of each request of `app` before its handler runs. `others`: origins that
+    are allowed besides this machine's.
+    """
     app.middlewares.append(_checked_origin(frozenset(others)))
 
 
@@ -371,7 +376,9 @@ def _checked_origin(others: frozenset[str]) -> Middleware:
 
 
 def is_from_here(origins: list[str]) -> bool:
-    """Whether the Origin headers of one request name pages of this machine, or none."""
+    """Return whether all Origin headers of one request name pages of this machine; True where there
+    are none.
+    """
     try:
         return all(urlsplit(origin).hostname in LOOPBACK_NAMES for origin in origins)
     except ValueError:
@@ -382,20 +389,26 @@ ANY = "*"
 
 _PATHS = "/v1/"
 _READABLE = "x-request-id, retry-after, retry-after-ms, x-should-retry"
-"""Headers of an answer that a page may read, besides those that it always may."""
+"""Response headers that a page may read, besides those that CORS always allows."""
 _MAX_AGE_S = 600
-"""For which a browser need not ask again. Guessed: a setting that was changed holds soon."""
+"""Seconds for which a browser may reuse a preflight answer. Guessed: short, so that a changed
+setting takes effect soon.
+"""
 
 
 class Cors:
-    """See the module."""
+    """CORS for the paths of the API: answers preflights, and names an allowed origin in the
+    response headers.
+    """
 
     def __init__(self, origins: Collection[str]) -> None:
-        """`origins`: as `RouterSettings.cors_origins`."""
+        """`origins`: as in `RouterSettings.cors_origins`."""
         self._origins = frozenset(origins)
 
     def add_to(self, app: web.Application) -> None:
-        """Answer preflights, and name the origin in every answer to a page of it."""
+        """Add the preflight middleware and the response headers to `app`; nothing where there are
+        no origins.
+        """
         if self._origins:
             app.middlewares.append(self._preflights())
             app.on_response_prepare.append(self._allow)
@@ -413,7 +426,7 @@ class Cors:
             is_preflight = "access-control-request-method" in asked
             if request.method != "OPTIONS" or not (is_preflight and self._is_allowed(request)):
                 return await handler(request)
-            # Every header of a request may come: clients have their own, and none opens anything.
+            # All request headers are allowed: clients have their own, and none grants access.
             return web.Response(
                 status=204,
                 headers={
@@ -434,11 +447,11 @@ class Cors:
 
 ALLOWED = frozenset({PeerRole.CLIENT, PeerRole.ADMIN})
 ADMIN_PATHS = ("/live",)
-"""What shows the whole cluster."""
+"""Prefixes of the paths that show the whole cluster."""
 
 
 def add_role_check(app: web.Application) -> None:
-    """Check each request of `app` before anything else looks at it."""
+    """Check the client certificate of each request of `app` before any other middleware."""
     app.middlewares.append(_checked_role)
 
 
@@ -457,10 +470,10 @@ async def _checked_role(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Of one header, and of the request line."""
+"""Limit of one header, and of the request line, in bytes."""
 MAX_HEADERS = 64
 _BACKLOG = 128
-"""Connections that wait to be accepted."""
+"""Limit of connections that wait to be accepted."""
 _BEGUN = web.RequestKey("has_begun", bool)
 
 AddRoutes = Callable[[web.Application], None]
@@ -468,7 +481,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """See the module."""
+    """HTTP server of one port: an aiohttp application with bounded connections and errors in
+    OpenAI's envelope.
+    """
 
     def __init__(
         self,
@@ -481,18 +496,25 @@ class HttpServer:
         idle_s: float = 75.0,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """Seconds: `drain_s`, for which `stop` lets requests finish; `stall_s`, for which a client
-        may take nothing of its answer; `idle_s`, for which a connection may ask for nothing;
-        `handshake_s`, for a TLS handshake.
+        """Create the application; `start` serves it.
+
+        Args:
+            add_routes: functions that add routes and checks to the application.
+            max_body_bytes: limit of one body.
+            drain_s: seconds for which `stop` lets requests finish.
+            max_connections: limit of open connections.
+            stall_s: seconds for which a client may read nothing of its answer.
+            idle_s: seconds for which a connection may have no request.
+            handshake_s: limit of a TLS handshake in seconds.
         """
         self.address = ""
-        """host:port; known once started."""
+        """host:port; empty until `start`."""
         app = web.Application(middlewares=[_guarded], client_max_size=max_body_bytes)
         app.on_response_prepare.append(_sign)
         for add in add_routes:
             add(app)
         self.routes = list(app.router.routes())
-        """Of every path; what a document of them must name."""
+        """Routes of all paths; the OpenAPI document must name each of them."""
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -503,19 +525,19 @@ class HttpServer:
             max_headers=MAX_HEADERS,
             keepalive_timeout=idle_s,
             auto_decompress=False,
-            # aiohttp waits so long twice: for the handlers, and for them to see their end.
+            # aiohttp waits this long twice: for handlers to finish, then for cancelled ones to end.
             shutdown_timeout=drain_s / 2,
         )
         self._max_connections = max_connections
         self._stall_s = stall_s
         self._handshake_s = handshake_s
         self.connections: HttpConnections | None = None
-        """Known once started."""
+        """None until `start`."""
 
     async def start(self, listen: str, ssl_context: ssl.SSLContext | None = None) -> None:
-        """Serve at `host:port` (port 0: a free one).
+        """Serve at `listen`, a host:port (port 0: a free one).
 
-        Raises: Unavailable naming the address when it is taken or not ours.
+        Raises: Unavailable naming the address when it is in use or not this machine's.
         """
         await self._runner.setup()
         server = self._runner.server
@@ -540,7 +562,7 @@ class HttpServer:
         self.address = f"{host}:{listening[0].getsockname()[1]}"
 
     def families(self, labels: Labels) -> Iterator[Metric]:
-        """For /metrics."""
+        """Yield the metrics of the port for /metrics."""
         found = self.connections
         text = "Connections beyond limits.max_connections, closed at once."
         num_refused = found.num_refused if found is not None else 0
@@ -550,7 +572,7 @@ class HttpServer:
         yield counter("baton_router_http_connections_stalled", text, labels, num_stalled)
 
     async def stop(self) -> None:
-        """Take no new connection, let requests under way finish for a while, then end them."""
+        """Accept no new connection, let running requests finish for `drain_s`, then cancel them."""
         if self.connections is not None:
             await self.connections.stop_accepting()
         await self._runner.cleanup()
@@ -559,8 +581,9 @@ class HttpServer:
 
 
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """What aiohttp logs by itself: a malformed request is its client's mistake, one line, and
-    everything else stays an error with its traceback."""
+    """Logger that aiohttp uses. A malformed request is the client's error and is logged as one
+    line; other errors keep their traceback.
+    """
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
         if isinstance(exc_info, HttpProcessingError):
@@ -572,7 +595,7 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def _bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at each address of the host. Raises: OSError."""
+    """Return sockets that listen at each address of the host. Raises: OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -588,7 +611,7 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
 
 @web.middleware
 async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong before an answer began is answered in one form."""
+    """Answer every error that is raised before the answer has begun in one form."""
     connection = half_open_of(request)
     with connection.serving(request) if connection is not None else contextlib.nullcontext():
         response = await _answer(request, handler)
@@ -614,13 +637,13 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
                 logger, "http_failed", level=logging.ERROR, exc_info=True, path=request.path[:128]
             )
         if _BEGUN in request and request.transport is not None:
-            # Another answer amid the first one's body would be read as a part of it.
+            # A client would read a second answer as a part of the first one's body.
             request.transport.abort()
         return error_response(found)
 
 
 async def _sign(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Who answers; which versions of what we run is nobody's business. And that it has begun."""
+    """Set the `server` header, without versions, and note that the answer has begun."""
     response.headers["server"] = "baton"
     request[_BEGUN] = True
     connection = half_open_of(request)
@@ -629,7 +652,7 @@ async def _sign(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 def error_response(error: HttpError) -> web.Response:
-    """A whole answer."""
+    """Return the whole response for an error."""
     return web.json_response(error.body(), status=error.status, headers=error.headers())
 
 

@@ -1,15 +1,12 @@
-"""Every check of SamplingParams at the edge. Pure: parameters and bounds in, nothing or one error
-out, which names the field as the client wrote it.
+"""`check_request` and `check_tokens`: all checks of a request before the router does any work for
+it. Pure.
 
-What does not go together is refused by name, never ignored. Two steps, as in `validation`: what the
-parameters alone show (`check_sampling_params`), then what needs the model (`check_ids`).
+The checks run in two steps. `check_request` checks what the request alone shows, its sampling
+parameters included (`check_sampling_params`). `check_tokens` checks what needs the prompt's token
+ids and the model's bounds (`check_ids` for the ids among the sampling parameters).
 
-Every check of a request at the edge, before any work. Pure: a request and bounds in, nothing or
-one error out.
-
-Each error names the field as the client wrote it; how tokens are drawn is checked in
-`sampling_checks`. Two steps: what the request alone shows (`check_request`), then what needs its
-tokens and the model (`check_tokens`).
+Each function returns, or raises one error that names the field as in GenerateRequest. Parameters
+that do not work together are refused by name; none is ignored.
 """
 
 from __future__ import annotations
@@ -26,33 +23,33 @@ from process.rpc_errors import InvalidArgument
 from protos import common_pb2, inference_pb2
 from services.router.config import RouterLimits
 
-# Below, logits divided by it leave float32's range; above, every choice is as likely as any other.
-# Derived.
+# Derived: below the minimum, logits divided by the temperature leave float32's range; above the
+# maximum, all tokens are about equally likely.
 _MIN_TEMPERATURE = 1e-4
 _MAX_TEMPERATURE = 100.0
-# Beyond them a penalty or a bias decides alone, whatever the model says. Guessed.
+# Guessed: beyond these a penalty or a bias outweighs the model's logits.
 _MAX_PENALTY = 2.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_BIAS = 100.0
 _MAX_LENGTH_PENALTY = 100.0
-# The engine's: it keeps each token's n - 1 predecessors.
+# The engine's limit: it keeps the n - 1 predecessors of each token.
 _MAX_NGRAM = 64
 
-# What means something to a beam search, and what the other fields may say all the same.
+# Fields that a beam search uses, and the values that the other fields may have all the same.
 _WITH_BEAM = frozenset({"beam", "n", "max_tokens", "seed", "stop_token_ids", "ignore_eos"})
 _OFF = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class ModelBounds:
-    """What the served model allows."""
+    """Limits of the served model, in tokens and in token ids."""
 
     context_window: int
     vocab_size: int
 
 
 def check_sampling_params(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
-    """Raises: InvalidArgument for what the parameters alone show to be wrong."""
+    """Check sampling parameters without the model. Raises: InvalidArgument naming the field."""
     _check_shape(sampling)
     _check_penalties(sampling)
     _check_counts(sampling, limits)
@@ -62,8 +59,9 @@ def check_sampling_params(sampling: common_pb2.SamplingParams, limits: RouterLim
 
 
 def check_ids(sampling: common_pb2.SamplingParams, bounds: ModelBounds) -> None:
-    """Every token id lies in the vocabulary. Raises: InvalidArgument naming the one that does
-    not."""
+    """Check that every token id among the sampling parameters is within the vocabulary. Raises:
+    InvalidArgument naming the id that is not.
+    """
     check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids, bounds)
     check_vocabulary("sampling.allowed_token_ids", sampling.allowed_token_ids, bounds)
     for index, word in enumerate(sampling.bad_word_ids):
@@ -77,8 +75,10 @@ def check_ids(sampling: common_pb2.SamplingParams, bounds: ModelBounds) -> None:
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], bounds: ModelBounds) -> None:
-    """Raises: InvalidArgument naming the first id that the model has not."""
-    # As one column: asked for one by one, those of a long prompt would hold the loop up.
+    """Check that token ids are within the vocabulary. Raises: InvalidArgument naming the first one
+    that is not.
+    """
+    # As one array: a check of each id of a long prompt in Python would block the loop.
     if token_ids and int(np.array(token_ids).max()) >= bounds.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= bounds.vocab_size)
         raise InvalidArgument(
@@ -88,7 +88,7 @@ def check_vocabulary(field: str, token_ids: Sequence[int], bounds: ModelBounds) 
 
 
 def _check_shape(sampling: common_pb2.SamplingParams) -> None:
-    """What shapes the distribution: temperature and the filters."""
+    """Check what shapes the distribution: temperature, top_p, top_k and min_p."""
     if sampling.HasField("temperature"):
         temperature = sampling.temperature
         in_range = temperature == 0 or _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE
@@ -162,7 +162,7 @@ def _check_words(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> N
 
 
 def _check_grammar(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
-    """Sizes, and what needs no tokenizer; the rest is the compiler's to say."""
+    """Check a grammar's size, and what needs no tokenizer; the grammar compiler checks the rest."""
     kind = sampling.WhichOneof("grammar")
     if kind is None:
         return
@@ -198,7 +198,9 @@ def _check_json(text: str) -> None:
 
 
 def _check_beam(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
-    """Hypotheses change until the end, so whatever ends one by its text cannot go with it."""
+    """Check a beam search. The text of a hypothesis changes until the end, so a parameter that ends
+    a sample by its text is refused.
+    """
     if not sampling.HasField("beam"):
         return
     beam = sampling.beam
@@ -242,7 +244,9 @@ _MAX_NAME_CHARS = 128
 
 
 class ContextLengthExceeded(InvalidArgument):
-    """Prompt and answer together are longer than the model's window. Counts of tokens."""
+    """Error for a prompt and output that together exceed the model's context window. Counts are in
+    tokens.
+    """
 
     def __init__(
         self,
@@ -253,8 +257,7 @@ class ContextLengthExceeded(InvalidArgument):
         num_output_tokens: int,
         context_window: int,
     ) -> None:
-        """`num_output_tokens`: asked for; where none were, the one that there has to be room
-        for."""
+        """`num_output_tokens`: output tokens that the request asks for; 1 where it names none."""
         super().__init__(field, problem)
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens
@@ -264,7 +267,9 @@ class ContextLengthExceeded(InvalidArgument):
 def check_request(
     request: inference_pb2.GenerateRequest, *, served: Sequence[str], limits: RouterLimits
 ) -> None:
-    """Raises: InvalidArgument for what the request alone shows to be wrong."""
+    """Check a request without its tokens and the model. `served`: names of the served models.
+    Raises: InvalidArgument naming the field.
+    """
     check_model(request.model, served)
     _check_identifier("request_id", request.request_id, _MAX_REQUEST_ID_CHARS)
     _check_identifier("tenant", request.tenant, _MAX_TENANT_CHARS)
@@ -284,7 +289,9 @@ def check_request(
 
 
 def check_model(model: str, served: Sequence[str]) -> None:
-    """Raises: InvalidArgument for a name that is none of `served`; empty is the only one."""
+    """Check that a model name is one of `served`; an empty name means the only model. Raises:
+    InvalidArgument.
+    """
     if model and model not in served:
         raise InvalidArgument("model", f"'{model[:128]}' is not served here; '{served[0]}' is")
 
@@ -296,10 +303,11 @@ def check_tokens(
     bounds: ModelBounds,
     limits: RouterLimits,
 ) -> int:
-    """Check the prompt's ids, stop ids and lengths against the model.
+    """Check the prompt's token ids, the sampling parameters' ids, and all lengths against the
+    model.
 
-    Returns: the most output tokens the request may have (its own number, or the default).
-    Raises: InvalidArgument.
+    Returns: the limit of output tokens: the request's max_tokens, or the default.
+    Raises: InvalidArgument; ContextLengthExceeded where prompt and output exceed the window.
     """
     field = {"token_ids": "token_ids.ids", "chat": "chat"}.get(
         request.WhichOneof("prompt") or "", "text"

@@ -1,5 +1,6 @@
-"""The OpenAI API over HTTP: bodies to requests for the front desk, its messages to answers.
+"""OpenAI-compatible HTTP API: translates JSON bodies to GenerateRequests for RouterService, and its
+messages to answers. Knows no workers.
 
-`shapes`, `records` and `fields` say what a body may hold, `completions`, `chat` and `embeddings`
-translate both ways, `routes` serves. Knows nothing of workers.
+`schemas` says what a body may hold, `chat` and `completions` (embeddings included) translate in
+both directions, `answers` holds what their answers share, `routes` serves the paths.
 """

@@ -1,8 +1,6 @@
-"""What both APIs' answers have in common: ids, usage, the account of a request, why samples end.
-
-Values and small accumulators; no I/O. One body each.
-
-Logprobs as the two APIs write them. Pure.
+"""Envelope: the fields around the choices of a completion or chat answer (ids, usage, provenance);
+with it, finish reasons and log probabilities as each API writes them. Accumulators of one body; no
+I/O.
 """
 
 from __future__ import annotations
@@ -33,32 +31,32 @@ FINISH_REASONS = {
 
 
 class OutputSample(Protocol):
-    """One choice of an answer, while it comes."""
+    """One choice of an answer, built from the messages of one sample."""
 
     def delta(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """A message of this sample as an entry of a chunk's `choices`."""
+        """Add a message of this sample. Returns: an entry of a chunk's `choices`."""
 
     def whole(self) -> dict[str, Any]:
-        """All of it as an entry of a whole answer's `choices`."""
+        """Return an entry of a whole answer's `choices`."""
 
 
 @dataclass
 class UsageSoFar:
-    """Tokens of one body's requests, several prompts together."""
+    """Token counts of one body's requests so far, all prompts together."""
 
     num_prompt: dict[int, int] = field(default_factory=dict)
     num_cached: dict[int, int] = field(default_factory=dict)
     num_output: int = 0
 
     def take(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
-        """A message of the request for the `prompt`-th prompt."""
+        """Count a message of the request for prompt number `prompt`."""
         self.num_output += len(message.token_ids)
         if message.HasField("usage"):
             self.num_prompt[prompt] = message.usage.num_prompt_tokens
             self.num_cached[prompt] = message.usage.num_cached_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """As the API writes it."""
+        """Return the `usage` object."""
         num_prompt = sum(self.num_prompt.values())
         return {
             "prompt_tokens": num_prompt,
@@ -69,10 +67,10 @@ class UsageSoFar:
 
 
 class Envelope:
-    """What stands around the choices of every chunk and of the whole answer."""
+    """The fields around the choices in every chunk and in the whole answer."""
 
     def __init__(self, kind: str, answer_id: str, model: str, look: ResponseOptions) -> None:
-        """`kind`: the API's name of the object; `model`: as the client is to see it."""
+        """`kind`: the API's name of the object; `model`: the name that the client sees."""
         self._fields = {
             "id": answer_id,
             "object": kind,
@@ -86,7 +84,7 @@ class Envelope:
     def chunk(
         self, choice: Mapping[str, Any], message: inference_pb2.GenerateResponse
     ) -> dict[str, Any]:
-        """One message of a stream."""
+        """Return the chunk of a stream for one message."""
         chunk: dict[str, Any] = {**self._fields, "choices": [choice]}
         if self._look.has_running_usage:
             chunk["usage"] = self.usage.to_json()
@@ -97,17 +95,17 @@ class Envelope:
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last one of a stream that asked for usage."""
+        """Return the last chunk of a stream that was asked for usage."""
         return {**self._fields, "choices": [], "usage": self.usage.to_json()}
 
     def take(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
-        """Count a message in."""
+        """Count a message, and keep its provenance."""
         self.usage.take(prompt, message)
         if message.HasField("provenance"):
             self._accounts.append(account_of(message))
 
     def whole(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         answer = {
             **self._fields,
             "choices": list(choices),
@@ -119,14 +117,17 @@ class Envelope:
         return answer
 
     def _fingerprint(self) -> str | None:
-        """Of the model that answered: equal answers to a seed are promised under an equal one."""
+        """Return `system_fingerprint`, made of the model's fingerprint: with an equal one, equal
+        seeds give equal answers. None where no account has arrived or the accounts' fingerprints
+        differ.
+        """
         found = {account["provenance"].get("model_fingerprint", "") for account in self._accounts}
         return f"fp_{found.pop()[:16]}" if len(found) == 1 else None
 
 
 def account_of(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-    """A request's last message: whose it is, its seed, where its KV came from and when what was
-    done.
+    """Return the account of a request from its last message: id, seed, where its KV came from, and
+    stage times in seconds.
     """
     return {
         "request_id": message.request_id,
@@ -137,7 +138,7 @@ def account_of(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """What is set of a message, numbers as numbers and enum values by name."""
+    """Return the set fields of a message; numbers stay numbers, enum values become names."""
     return {
         entry.name: [_value(entry, each) for each in value]
         if isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -155,14 +156,14 @@ def _value(entry: FieldDescriptor, value: Any) -> Any:
 
 
 _LEAST = -9999.0
-"""OpenAI's for what is not possible; JSON has no infinity."""
+"""OpenAI's value for an impossible token: JSON has no infinity."""
 
 
 def shown_logprobs(
     message: inference_pb2.GenerateResponse, *, has_stop_text: bool
 ) -> list[common_pb2.TokenLogprobs]:
-    """Those of the tokens that are part of the text: an end token is not, unless it was asked
-    for.
+    """Return the log probabilities of the tokens whose text is shown. The text of an end token is
+    not, unless `has_stop_text`.
     """
     found = list(message.logprobs)
     if found and message.HasField("stop_token_id") and not has_stop_text:
@@ -171,7 +172,7 @@ def shown_logprobs(
 
 
 def chat_logprobs(entries: list[common_pb2.TokenLogprobs], names: TokenBytes) -> dict[str, Any]:
-    """As in a choice of /v1/chat/completions."""
+    """Return `logprobs` of a choice of /v1/chat/completions."""
     content = [
         {
             **_entry(tokens.chosen, names),
@@ -183,24 +184,26 @@ def chat_logprobs(entries: list[common_pb2.TokenLogprobs], names: TokenBytes) ->
 
 
 class CompletionLogprobs:
-    """As in a choice of /v1/completions; knows where in the text the next token begins.
+    """`logprobs` of a choice of /v1/completions, with the offset of each token in the text.
 
-    `top_logprobs` holds the chosen token, too, by the name that it has in `tokens`; others that are
-    part of a character go by their bytes, so that none is lost.
+    `top_logprobs` includes the chosen token under its name in `tokens`. A token that is a part of a
+    character is named by its bytes, so that names do not collide.
     """
 
     def __init__(self, names: TokenBytes, *, shows_control: bool = False) -> None:
-        """`shows_control`: whether the text has its control tokens."""
+        """`shows_control`: whether the text includes control tokens."""
         self._names = names
         self._shows_control = shows_control
         self._text = _Position()
         self._prompt = _Position()
 
     def take_prompt(self, entries: Iterable[common_pb2.TokenLogprobs], text: str) -> dict[str, Any]:
-        """The next tokens of an echoed prompt; the first of all has no log probabilities.
+        """Add the next tokens of an echoed prompt; the first token of a prompt has no log
+        probability.
 
-        Args: text: of the whole prompt. The tokenizer may have put control tokens around it, and a
-            space before it: they are not in it. Where it has rewritten it, offsets are about so.
+        Args:
+            text: the whole prompt. It does not contain control tokens or the leading space that the
+                tokenizer may have added. Offsets are approximate where the tokenizer rewrites text.
         """
         taken = _columns()
         for tokens in entries:
@@ -219,7 +222,7 @@ class CompletionLogprobs:
         return taken
 
     def take(self, entries: list[common_pb2.TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens."""
+        """Add the next output tokens. Returns: their columns."""
         taken = _columns()
         for tokens in entries:
             text = self._names.text_of(tokens.chosen.token_id)
@@ -230,7 +233,9 @@ class CompletionLogprobs:
         return taken
 
     def _top(self, tokens: common_pb2.TokenLogprobs, chosen: str) -> dict[str, float]:
-        """The most likely ones, most likely first, and the one that is named `chosen`."""
+        """Return the most likely tokens, most likely first, and the chosen one, which is named
+        `chosen`.
+        """
         top: dict[str, float] = {}
         for other in tokens.top:
             is_chosen = other.token_id == tokens.chosen.token_id
@@ -246,20 +251,21 @@ class CompletionLogprobs:
 
 
 class _Position:
-    """Where in a text the next bytes stand, in characters: those of one character all where it
-    begins."""
+    """Position in a text, in characters, at which the next bytes begin. All bytes of one character
+    have the position of its first byte.
+    """
 
     def __init__(self, num_chars: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_chars = num_chars
-        """Before the next character."""
+        """Number of characters before the next one."""
 
     def take(self, data: bytes) -> int:
-        """Add bytes. Returns: where they begin."""
+        """Add bytes. Returns: the position at which they begin."""
         begin = self.num_chars
         is_within, _ = self._decoder.getstate()
         if is_within and data and not 0x80 <= data[0] < 0xC0:
-            begin += 1  # behind a character that remains broken
+            begin += 1  # after a character that stays incomplete
         self.num_chars += len(self._decoder.decode(data))
         return begin
 

@@ -1,10 +1,10 @@
-"""Tools of a chat: what the model may or must call, the grammar that forces a call, and the calls
-read back. Pure.
+"""`chat_request` and `ChatSample`: /v1/chat/completions, a body translated to a request and its
+messages to choices. Pure.
 
-`auto`: the model writes calls in its own way, which the chat template shows. `required` and a named
-tool: a grammar makes the whole text calls as JSON, so a call cannot be left out or malformed.
-
-/v1/chat/completions: a body to a request, and its messages to choices. Pure.
+Tools (`ToolUse`): with tool_choice `auto` the model writes calls in its own format, which is known
+from the chat template, and the calls are read from the text. With `required` or a named tool, a
+grammar makes the whole text a call or a list of calls in JSON, so that no call is left out or
+malformed.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a body says of tools."""
+    """The tools of a body, and how the model may or must call them."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """What the template is given."""
+    """Tools that the chat template receives."""
     mode: str = "none"
     """none, auto, required or named."""
     name: str = ""
-    """Of the tool that must be called, if it is named."""
+    """Name of the tool that must be called; empty unless `mode` is named."""
     is_single: bool = False
-    """At most one call."""
+    """Whether an answer has at most one call."""
     form: ToolCallFormat | None = None
-    """How the model writes calls; of auto."""
+    """Format in which the model writes calls; set for mode auto only."""
 
     def reader(self) -> ToolCallReader | None:
-        """Of one answer's text; None: calls are not looked for."""
+        """Return a reader of calls for the text of one answer. None: the text is not searched for
+        calls.
+        """
         if self.mode == "named":
             return OneCall(self.name)
         if self.mode == "required":
@@ -64,7 +66,7 @@ class ToolUse:
         return CallsInText(self.form) if self.form is not None else None
 
     def schema(self) -> dict[str, Any] | None:
-        """Of the whole text, where a call is forced."""
+        """Return the JSON schema of the whole text where a call is forced, else None."""
         if self.mode == "named":
             (function,) = (f for f in map(_function, self.tools) if f["name"] == self.name)
             return dict(function.get("parameters") or _NO_ARGUMENTS)
@@ -74,10 +76,10 @@ class ToolUse:
 
 
 def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None, *, takes_tools: bool) -> ToolUse:
-    """`form`: how the served model writes calls, if that is known. `takes_tools`: whether its chat
-    template shows tools to it.
+    """Return the tool use that a body asks for. `form`: the served model's format of calls, if
+    known. `takes_tools`: whether its chat template has a place for tools.
 
-    Raises: InvalidArgument.
+    Raises: InvalidArgument naming the field.
     """
     tools, choice = body.get("tools", []), body.get("tool_choice")
     if not tools:
@@ -92,7 +94,7 @@ def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None, *, takes_tool
             raise InvalidArgument(f"tools[{index}].function.name", "is there twice")
     mode = choice if isinstance(choice, str) else "auto" if choice is None else "named"
     if mode == "none":
-        return ToolUse()  # what the model does not see it does not call
+        return ToolUse()  # the model does not see the tools, so it does not call them
     if not takes_tools:
         raise InvalidArgument(
             "tools", "this model's chat template takes no tools, whatever tool_choice says"
@@ -113,7 +115,7 @@ def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None, *, takes_tool
 
 
 def call_id(request_id: str, sample: int, index: int, num_chars: int) -> str:
-    """The same again for a request that is sent again; letters and digits."""
+    """Return the id of a call: letters and digits, equal when the request is sent again."""
     digest = hashlib.blake2b(f"{request_id}/{sample}/{index}".encode(), digest_size=12)
     if num_chars >= 24:
         return f"call_{digest.hexdigest()}"
@@ -121,7 +123,7 @@ def call_id(request_id: str, sample: int, index: int, num_chars: int) -> str:
 
 
 def tool_json(tool: Mapping[str, Any]) -> str:
-    """As the message to the front desk holds it."""
+    """Return a tool as GenerateRequest holds it."""
     return json.dumps(tool, ensure_ascii=False)
 
 
@@ -130,13 +132,13 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _schema_of_calls(tools: Sequence[Mapping[str, Any]], is_single: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's parameters are a definition, within which their own references
-    lead.
+    """Return the schema of a list of calls. The parameters of each tool are a definition, and
+    references inside them are rewritten to point into it.
     """
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(map(_function, tools)):
-        name = f"tools[{index}]"  # a refusal names it
+        name = f"tools[{index}]"  # errors name it
         definitions[name] = _moved(function.get("parameters") or _NO_ARGUMENTS, f"#/$defs/{name}")
         calls.append(
             {
@@ -159,14 +161,14 @@ def _schema_of_calls(tools: Sequence[Mapping[str, Any]], is_single: bool) -> dic
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema with its references as they are where the document is `root`."""
+    """Return a schema with its references rewritten for a document in which it is at `root`."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):  # of schemas by names that are no keywords
+        if key in _NAMED and isinstance(value, dict):  # schemas by name, not by keyword
             moved[key] = {name: _moved(inner, root) for name, inner in value.items()}
         else:
             moved[key] = value if key in ("const", "enum") else _moved(value, root)
@@ -179,11 +181,11 @@ def _moved(schema: Any, root: str) -> Any:
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
 _SAID = {"content", "refusal", "reasoning_content", "reasoning"}
-"""What an assistant's message without calls holds, one of it at least."""
+"""Keys of an assistant's message; one without calls has at least one of them."""
 
 
 def chat_request(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateRequest:
-    """Raises: InvalidArgument."""
+    """Translate a body to a request. Raises: InvalidArgument naming the field."""
     request = base_request(body)
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     if "max_tokens" in body and max_tokens != body["max_tokens"]:
@@ -212,7 +214,7 @@ def chat_request(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.Generat
 
 
 class ChatSample:
-    """One choice."""
+    """One choice of a chat answer."""
 
     def __init__(
         self,
@@ -239,7 +241,7 @@ class ChatSample:
         self._reason: str | None = None
 
     def delta(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """A message as an entry of a chunk's `choices`."""
+        """Add a message. Returns: an entry of a chunk's `choices`."""
         content, calls = self._read(message)
         delta: dict[str, Any] = {}
         if self._is_first:
@@ -266,7 +268,7 @@ class ChatSample:
         return choice
 
     def whole(self) -> dict[str, Any]:
-        """All of it."""
+        """Return an entry of a whole answer's `choices`."""
         content = "".join(self._content)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -288,7 +290,7 @@ class ChatSample:
         return choice
 
     def _read(self, message: inference_pb2.GenerateResponse) -> tuple[str, list[dict[str, Any]]]:
-        """The content and the parts of calls that a message makes visible."""
+        """Return the content and the parts of calls that a message adds."""
         if self._reader is None:
             self._content.append(message.text)
             return message.text, []
@@ -321,8 +323,8 @@ class ChatSample:
         reason = FINISH_REASONS.get(message.finish_reason)
         if reason not in ("stop", "tool_calls"):
             return reason
-        # As OpenAI's: a call that was named beforehand is no decision of the model's. And one that
-        # a stop string or token cut is none to be made.
+        # As OpenAI's API: "stop" after a call that the client named, for the model did not choose
+        # it. Also after a call that a stop string or token cut, which must not be executed.
         is_cut = self._reader is not None and self._reader.is_cut
         is_called = self._calls and not is_cut and self._use.mode != "named"
         return "tool_calls" if is_called else "stop"
@@ -331,7 +333,7 @@ class ChatSample:
 def _constrain(
     request: inference_pb2.GenerateRequest, body: Mapping[str, Any], use: ToolUse
 ) -> None:
-    """The grammar that a forced call or the response format is. Raises: InvalidArgument."""
+    """Set the grammar for a forced call or for the response format. Raises: InvalidArgument."""
     sampling = request.sampling
     schema, field = use.schema(), "tool_choice"
     response = body.get("response_format", {"type": "text"})
@@ -348,7 +350,7 @@ def _constrain(
 
 def _message(entry: Mapping[str, Any], path: str) -> inference_pb2.ChatMessage:
     message = inference_pb2.ChatMessage(
-        # Templates know the older name of the role.
+        # Chat templates use the older name of the role.
         role="system" if entry["role"] == "developer" else entry["role"],
         content=_text_of(entry.get("content", "")) or entry.get("refusal", ""),
         reasoning_content=entry.get("reasoning_content", "") or entry.get("reasoning", ""),

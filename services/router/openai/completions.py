@@ -1,8 +1,6 @@
-"""/v1/embeddings: a body to one request for each input, and their messages to the answer's text.
-
-No I/O; one asyncio loop, which others have in between.
-
-/v1/completions: a body to one request for each prompt, and their messages to choices. Pure.
+"""`completion_requests`, `CompletionSample`, `embedding_requests` and `embedding_answer`: the
+bodies of /v1/completions and /v1/embeddings translated to one request per prompt or input, and the
+messages translated to choices or embeddings. No I/O; one asyncio loop.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from tokens.token_bytes import TokenBytes
 from tokens.tokenizer import Tokenizer
 
 MOST_AT_ONCE = 32
-"""Inputs of one body that are served at the same time: enough to fill a prefill worker's steps,
-while others come in between. Guessed.
+"""Inputs of one body that are served at the same time. Guessed: enough to fill a prefill worker's
+steps while requests of other bodies are served in between.
 """
 
 
 def embedding_requests(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
-    """One for each input, in their order."""
+    """Return one request for each input, in order."""
     base = base_request(body)
     base.embed = True
     return [with_prompt(base, prompt) for prompt in prompts_of(body["input"])]
@@ -40,8 +38,9 @@ async def embedding_answer(
     messages: Sequence[inference_pb2.GenerateResponse],
     accounts: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The whole answer as JSON; `messages`: the one of each input; `accounts`: theirs, if they are
-    wanted. Written entry by entry: millions of numbers at once would hold everybody's tokens up.
+    """Return the whole answer as JSON. `messages`: one for each input; `accounts`: of each request,
+    or empty. Entries are encoded one by one, with a turn of the loop between them: encoding
+    millions of numbers at once would delay the tokens of all other requests.
     """
     write = _base64 if body.get("encoding_format") == "base64" else list
     entries = []
@@ -61,7 +60,7 @@ async def embedding_answer(
 
 
 def _base64(values: Sequence[float]) -> str:
-    """Little-endian float32, as openai's client reads it."""
+    """Return little-endian float32 in base64, as OpenAI's client decodes it."""
     return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
 
@@ -69,7 +68,7 @@ KIND = "text_completion"
 
 
 def completion_requests(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
-    """One for each prompt, in their order. Raises: InvalidArgument."""
+    """Return one request for each prompt, in order. Raises: InvalidArgument."""
     base = base_request(body)
     base.sampling.CopyFrom(sampling_of(body, body.get("max_tokens")))
     if "logprobs" in body:
@@ -84,7 +83,7 @@ def completion_requests(body: Mapping[str, Any]) -> list[inference_pb2.GenerateR
 
 
 class CompletionSample:
-    """One choice."""
+    """One choice of a completion."""
 
     def __init__(
         self,
@@ -95,9 +94,9 @@ class CompletionSample:
         prompt_text: Callable[[], str],
         names: TokenBytes,
     ) -> None:
-        """`index`: of the choice in the answer; `request`: the one that it is a sample of;
-        `prompt_text`: its prompt's, asked for only when an answer comes, so that nothing is
-        decoded of a prompt that is refused.
+        """`index`: of the choice in the answer; `request`: the request of which this is a sample;
+        `prompt_text`: returns the prompt's text. It is called only when an answer arrives, so that
+        a refused prompt is not decoded.
         """
         self._index = index
         self._look = look
@@ -117,7 +116,7 @@ class CompletionSample:
             self._whole["token_ids"] = []
 
     def delta(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """A message as an entry of a chunk's `choices`."""
+        """Add a message. Returns: an entry of a chunk's `choices`."""
         text = message.text
         if self._has_to_echo:
             text, self._has_to_echo = self._prompt_text() + text, False
@@ -142,7 +141,7 @@ class CompletionSample:
         return delta
 
     def whole(self) -> dict[str, Any]:
-        """All of it."""
+        """Return an entry of a whole answer's `choices`."""
         return self._whole
 
     def _add(self, delta: Mapping[str, Any]) -> None:
@@ -160,7 +159,7 @@ class CompletionSample:
 
 
 def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
-    """One prompt or several, as texts or as token ids, each by itself."""
+    """Return the prompts of a body as a list of texts or a list of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
@@ -171,7 +170,7 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
 def with_prompt(
     base: inference_pb2.GenerateRequest, prompt: str | list[int]
 ) -> inference_pb2.GenerateRequest:
-    """`base` for one prompt."""
+    """Return a copy of `base` with one prompt."""
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(base)
     if isinstance(prompt, str):
@@ -182,7 +181,7 @@ def with_prompt(
 
 
 def text_of(request: inference_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
-    """A request's prompt as text."""
+    """Return a request's prompt as text."""
     if request.WhichOneof("prompt") == "text":
         return request.text
     return tokenizer.decode(request.token_ids.ids, skip_special_tokens=False)

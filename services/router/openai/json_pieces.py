@@ -1,10 +1,11 @@
-"""A large JSON text to its value, in many short calls into C instead of one long one.
+"""JsonPieces: a JSON parser for large texts that makes many short calls into C instead of one long
+one. Pure; any thread.
 
-`json.loads` keeps the interpreter's lock until it is through: 0.1 s and more of 4 MiB, during which
-no other thread does anything. Here a container that is not over after a window of text is taken
-apart: as many of its entries as one window holds are read at once, as a container of their own,
-where that is JSON; else entry by entry. The same texts are accepted as by `json.loads`, with the
-same values, but for the one bound MAX_DEPTH. Pure; any thread.
+`json.loads` holds the GIL until it returns: 0.1 s and more for 4 MiB, during which no other thread
+runs. JsonPieces parses a container that is longer than a window of text in parts. It parses the
+entries that fit into one window as a container of their own where that is valid JSON, else entry by
+entry. It accepts the same texts as `json.loads` with the same values, but limits nesting to
+MAX_DEPTH.
 """
 
 from __future__ import annotations
@@ -17,38 +18,42 @@ from json.decoder import JSONDecodeError
 from typing import Any
 
 WINDOW = 32 * 1024
-"""Characters that are read at once: below a millisecond of numbers, guessed to be the same of all
-else."""
+"""Characters that are parsed in one call. An array of numbers of this length takes less than a
+millisecond; guessed to hold for other values.
+"""
 MAX_DEPTH = 128
-"""Levels at which containers are taken apart."""
+"""Nesting levels at which containers are parsed in parts."""
 
 _SMALL = 2048
-"""Characters of one entry that are tried at once."""
+"""Length in characters up to which a whole entry is parsed in one call."""
 _FEWEST_SINGLY, _MOST_SINGLY = 16, 4096
-"""Entries that are read one by one before several are tried again: twice as many after each try in
-vain."""
+"""Entries that are parsed one by one before the next attempt at several: doubled after each attempt
+that fails, up to the second value.
+"""
 _TAIL = 3
-"""Characters at an entry's end by which a later one's is looked for: alike entries end alike."""
+"""Characters at the end of an entry by which a later end is found: similar entries end alike."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _END = {"[": "]", "{": "}"}
 _Scan = Callable[[str, int], tuple[Any, int]]
-"""The value that begins at a place of a text, and where it ends; StopIteration: there is none."""
+"""Parser of the value at a position of a text. Returns the value and its end; raises StopIteration
+where there is no value.
+"""
 
 
 @dataclass(frozen=True)
 class JsonPieces:
-    """Reads texts. Raises: JSONDecodeError with a position, ValueError for a number that cannot be
-    held or that `no_constant` refuses, RecursionError.
+    """Parser of whole texts. Raises: JSONDecodeError with a position; ValueError for a number that
+    Python cannot hold or a constant that `no_constant` refuses; RecursionError.
     """
 
     no_constant: Callable[[str], Any]
-    """Called with NaN, Infinity or -Infinity, which Python writes and JSON does not know."""
+    """Called with NaN, Infinity or -Infinity, which Python accepts and JSON does not define."""
     window: int = WINDOW
 
     def loads(self, text: str) -> Any:
-        """The value of a whole text."""
+        """Parse a whole text."""
         decoder = json.JSONDecoder(parse_constant=self.no_constant)
-        scan: _Scan = decoder.scan_once  # type: ignore[attr-defined]  # it is what decoders call
+        scan: _Scan = decoder.scan_once  # type: ignore[attr-defined]  # decoders call it
         value, at = _Reading(text, scan, self.window).value(_skip(text, 0), 0)
         if _skip(text, at) != len(text):
             raise JSONDecodeError("Extra data", text, at)
@@ -57,17 +62,17 @@ class JsonPieces:
 
 @dataclass
 class _Tries:
-    """Of one container: when it is worth it to read several entries at once."""
+    """State of one container: when to try to parse several entries at once."""
 
     num_singly: int = _FEWEST_SINGLY
-    """To read one by one after the next try in vain."""
+    """Entries to parse one by one after the next attempt that fails."""
     num_left: int = 1
-    """Until the next try."""
+    """Entries until the next attempt."""
     tail: str = ""
-    """Of the entry that was read last."""
+    """End of the entry that was parsed last."""
 
     def is_due(self) -> bool:
-        """Whether to try now; each asking is for one entry."""
+        """Return whether to try now. Each call counts as one entry."""
         self.num_left -= 1
         if self.num_left:
             return False
@@ -75,7 +80,7 @@ class _Tries:
         return True
 
     def went_well(self) -> None:
-        """Go on like this."""
+        """Note that an attempt succeeded: the next one follows at once."""
         self.num_left, self.num_singly = 1, _FEWEST_SINGLY
 
 
@@ -86,7 +91,7 @@ class _Reading:
     window: int
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
-        """The value that begins at `at`, and where it ends."""
+        """Return the value at `at`, and its end."""
         text = self.text
         opening = text[at : at + 1]
         if opening not in _END:
@@ -97,7 +102,7 @@ class _Reading:
             value, length = self.scan(text[at : at + min(_SMALL, self.window)], 0)
             return value, at + length
         except (StopIteration, ValueError):
-            pass  # not over by then, or wrong: both are found below
+            pass  # longer than that, or invalid: the code below tells which
         return self._list(at, depth) if opening == "[" else self._object(at, depth)
 
     def _scalar(self, at: int) -> tuple[Any, int]:
@@ -135,7 +140,7 @@ class _Reading:
             several = self._several("{", at, tries)
             if several is not None:
                 values, at = several
-                found.update(values)  # of two entries of one name the last one counts
+                found.update(values)  # the last of two entries with one name counts
                 continue
             name, at = self._name(at)
             found[name], at = self.value(at, depth + 1)
@@ -145,7 +150,7 @@ class _Reading:
                 return found, at
 
     def _name(self, at: int) -> tuple[str, int]:
-        """Of an entry, and where its value begins."""
+        """Return the name of an object's entry, and the position of its value."""
         text = self.text
         if text[at : at + 1] != '"':
             raise JSONDecodeError("Expecting property name", text, at)
@@ -156,7 +161,7 @@ class _Reading:
         return name, _skip(text, at + 1)
 
     def _after_entry(self, at: int, end: str) -> tuple[int, bool]:
-        """Where the next entry begins, or where the container ends, and whether it does."""
+        """Return the position of the next entry and False, or the end of the container and True."""
         text = self.text
         at = _skip(text, at)
         mark = text[at : at + 1]
@@ -170,13 +175,13 @@ class _Reading:
         return at, False
 
     def _several(self, opening: str, at: int, tries: _Tries) -> tuple[Any, int] | None:
-        """The next entries that are whole within a window, and where the one behind them begins;
-        None where no cut shows, or it is not their turn. What reads as entries up to a comma is
-        entries: a text has one reading only, from its left.
+        """Parse the next entries that lie within a window. Returns: them and the position of the
+        entry after them; None where no cut is found or no attempt is due. Text before a comma that
+        parses as entries can only be entries, since JSON is parsed from the left without ambiguity.
         """
         text, stop = self.text, at + self.window
         if stop >= len(text) or not tries.is_due():
-            return None  # the end of the container may be near: entry by entry
+            return None  # the container's end may be near: entry by entry
         for mark in (f"{tries.tail},", ","):
             cut = text.rfind(mark, at, stop)
             if cut < 0:
@@ -199,5 +204,5 @@ class _Reading:
 
 def _skip(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
-    assert match is not None  # nothing matches, too
+    assert match is not None  # the pattern matches an empty string
     return match.end()

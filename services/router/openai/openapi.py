@@ -1,4 +1,6 @@
-"""The OpenAPI document of the HTTP port, made from the tables that bodies are checked by. Pure."""
+"""`document`: the OpenAPI document of the HTTP port, made from the same tables (`schemas`) by which
+bodies are checked. Pure.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ _USAGE = {
         },
     },
 }
-# OpenAPI 3.1 has no word for what each event of a stream is; tools that know event streams take the
-# schema of a body for it.
+# OpenAPI 3.1 cannot describe the events of a stream; tools that support event streams read the
+# body's schema as the schema of one event.
 _EVENT = {
     "type": "object",
     "description": "One event of the answer.",
@@ -116,7 +118,7 @@ _REFUSALS = {
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """The whole document (OpenAPI 3.1)."""
+    """Return the whole document (OpenAPI 3.1)."""
     return {
         "openapi": "3.1.0",
         "info": {

@@ -1,29 +1,14 @@
-"""What a body's `model` names: a model, or a loaded adapter of one, as other servers have it.
+"""OpenAiRoutes: the handlers of the OpenAI API's paths, and of /health, /ready and /openapi.json.
+They know RouterService and the translation modules, not the meaning of fields. One asyncio loop.
 
-What comes with an HTTP request: its JSON body, and headers that say more. Strict, bounded.
+Each HTTP request is one handler; a client that disconnects cancels it, which ends the request at
+its workers. The handler reads the body (`Bodies`), translates it (`ParsedBody`), serves its prompts
+at the same time (`EachPrompt`), and answers at once (`collect`) or as server-sent events (`stream`,
+`EventStream`).
 
-A large body is read by a thread of its own, one at a time, so that everybody's tokens go out
-meanwhile. One asyncio loop.
-
-Server-sent events to one client: begun with the first event, so that what fails before it still
-has a status of its own. While no event comes for a while, a comment does, which clients pass over:
-proxies close a connection that is silent for long, also before its first byte.
-
-A slow client holds its writer up, with at most the socket's buffer between them; what the request
-makes meanwhile is merged where it waits. One request; one asyncio loop.
-
-One body's requests at the front desk, several prompts at the same time. One asyncio loop.
-
-/v1/completions and /v1/chat/completions: one body asked, and its answer at once or as events.
-
-An error before the first byte is a status with a body; after it, the last event of the stream,
-which then ends without `[DONE]`: openai's client raises it, and others see that the end is missing.
-One body each; one asyncio loop.
-
-The routes of the OpenAI API, and those that probes and tools ask for.
-
-Each request is one handler, whose cancellation (its client went away) ends the request at both
-workers. Knows the front desk and how bodies are translated, not what they mean. One asyncio loop.
+An error before the first byte is a status with a body. After that it is the last event of the
+stream, which then ends without `[DONE]`: OpenAI's client raises the error, and other clients see
+that the end is missing.
 """
 
 from __future__ import annotations
@@ -76,14 +61,15 @@ from services.router.tracing import TracedCall
 
 
 def adapters_of(model: OneModel) -> set[str]:
-    """Names of its adapters that requests may ask for."""
+    """Return the names of a model's adapters that requests may use."""
     return set(model.candidates.adapter_names())
 
 
 def with_model(
     fields: Mapping[str, Any], models: ServedModels
 ) -> tuple[Mapping[str, Any], OneModel]:
-    """A body's fields with model and adapter told apart, and the model.
+    """Find the model that a body's `model` names, directly or by a loaded adapter. Returns: the
+    body's fields, with an adapter moved to `baton.adapter`, and the model.
 
     Raises: ModelNotFound for a name that is neither; InvalidArgument for two adapters.
     """
@@ -107,25 +93,30 @@ PROVENANCE = "x-baton-provenance"
 
 _MAX_TRACED_CHARS = 512
 _MAX_BYTES_ON_LOOP = 32 * 1024
-"""About half a millisecond; a thread costs a tenth of that."""
+"""Largest body that is parsed on the loop. It takes about half a millisecond; a switch to a thread
+costs a tenth of that.
+"""
 
 
 class Bodies:
-    """Reads them, and ends its thread with `close`."""
+    """Reader of JSON bodies. Large bodies are parsed on one thread, one at a time, so that the loop
+    keeps sending tokens. `close` ends the thread.
+    """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: for a body to arrive."""
+        """`timeout_s`: limit for a body to arrive."""
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(
         self, request: web.Request, grant: MemoryGrant, record: BodyRecord
     ) -> dict[str, Any]:
-        """The fields of a body that is a `record`, with what headers say that it could have said
-        itself; it has the last word. `grant` was taken for the longest body that may come.
+        """Read a body and check it as a `record`. Headers set fields that the body leaves out.
+        `grant`: memory reserved for the longest allowed body; it shrinks to the actual length.
 
-        Raises: InvalidArgument; NoCapacity when it arrives slowly and others wait for its bytes;
-        HTTPException for what HTTP itself refuses.
+        Returns: the fields of the body.
+        Raises: InvalidArgument; NoCapacity when the body arrives slowly while others wait for its
+            memory; HTTPException for what HTTP itself refuses.
         """
         data = await _received(request, self._timeout_s, grant)
         grant.shrink(len(data))
@@ -136,7 +127,7 @@ class Bodies:
         )
 
     def close(self) -> None:
-        """What is still read is thrown away."""
+        """End the thread, and drop bodies that it has not parsed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -157,7 +148,7 @@ async def _received(request: web.Request, timeout_s: float, grant: MemoryGrant) 
 
 
 def parse_body(data: bytes) -> Mapping[str, Any]:
-    """Raises: InvalidArgument, saying where it is no JSON."""
+    """Parse a body as a JSON object. Raises: InvalidArgument with the position of the error."""
     try:
         value = _PIECES.loads(data.decode())
     except UnicodeDecodeError:
@@ -173,9 +164,9 @@ def parse_body(data: bytes) -> Mapping[str, Any]:
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """What the request is called here: the client's key for sending it again, or a fresh id.
+    """Return the request id: the client's idempotency key, or a fresh id.
 
-    Raises: InvalidArgument for a key that no answer could carry.
+    Raises: InvalidArgument for a key that no header can carry.
     """
     given = headers.get(IDEMPOTENCY_KEY, "")
     if not _is_plain(given):
@@ -184,8 +175,8 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def traced_id_of(headers: Mapping[str, str]) -> str:
-    """What a client or a proxy before it calls the request in its own logs, maybe several requests
-    the same; empty: nothing that an answer could carry.
+    """Return the id that a client or proxy uses for the request in its own logs (x-request-id);
+    several requests may share one. Empty: none, or one that no header can carry.
     """
     given = headers.get(REQUEST_ID, "")
     return given if _is_plain(given) and len(given) <= _MAX_TRACED_CHARS else ""
@@ -196,7 +187,9 @@ def _is_plain(text: str) -> bool:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """What says who asks; empty: nothing. Bytes that are no text match no key."""
+    """Return the Authorization header; empty: none. Bytes outside ASCII are replaced, and match no
+    key.
+    """
     return headers.get("authorization", "").encode("ascii", "replace").decode()
 
 
@@ -225,49 +218,59 @@ def _with_headers(body: Mapping[str, Any], headers: Mapping[str, str]) -> Mappin
 
 
 _LAST_WORD_S = 1.0
-"""For the event of an error: a client that has stopped reading is not waited for."""
+"""Seconds for the event of an error to be written: a client that has stopped reading is not waited
+for.
+"""
 _END_S = 60.0
-"""For the end of an answer: guessed, far above what a slow line needs for what is buffered."""
+"""Seconds for the end of an answer to be written. Guessed: far above what a slow connection needs
+for the buffered bytes.
+"""
 
 _COMMENT = b": keep-alive\n\n"
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # proxies of the nginx kind would collect them
+    "x-accel-buffering": "no",  # nginx and similar proxies would buffer events
 }
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class EventStream:
-    """See the module."""
+    """Server-sent events to one client.
+
+    The stream begins with its first event, so that an earlier error still has a status of its own.
+    After `keep_alive_s` without an event a comment is sent, which clients ignore: proxies close a
+    connection that is silent for long, also before its first byte. A slow client blocks its writer,
+    with at most the socket's buffer between them; messages produced meanwhile are merged upstream.
+    """
 
     def __init__(
         self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float
     ) -> None:
-        """`keep_alive_s`: without an event, after which a comment is sent."""
+        """`keep_alive_s`: seconds without an event after which a comment is sent."""
         self._request = request
         self._keep_alive_s = keep_alive_s
         self._written_s = asyncio.get_running_loop().time()
         self._writing = asyncio.Lock()
         self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self.has_begun = False
-        """Whether the status went out."""
+        """Whether the status was sent."""
 
     @property
     def response(self) -> web.StreamResponse:
-        """What the handler returns."""
+        """Response that the handler returns."""
         return self._response
 
     async def send(self, event: Mapping[str, Any]) -> None:
-        """One event. Raises: ConnectionError when the client is gone."""
+        """Send one event. Raises: ConnectionError when the client has disconnected."""
         async with self._writing:
             await self._write(f"data: {_encode(event)}\n\n".encode())
 
     @contextlib.asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """Send comments where nothing is sent while the body runs. The first one begins the stream:
-        what fails behind it is an event.
+        """Send a comment whenever nothing else is sent for `keep_alive_s` while the body runs. The
+        first comment begins the stream, so a later error is an event.
         """
         commenting = start_task(self._comment(), "keep an event stream alive")
         try:
@@ -276,8 +279,9 @@ class EventStream:
             await end_tasks([commenting])
 
     async def end(self, last: Mapping[str, Any] | None = None, *, end_s: float = _END_S) -> None:
-        """All was said, `last` the last of it. A client that does not take it in time has its
-        connection closed: the request's own deadline is no more. Raises: ConnectionError.
+        """Send `last`, if any, and `[DONE]`, and end the stream. The request's deadline no longer
+        applies; a client that does not read the end within `end_s` has its connection aborted.
+        Raises: ConnectionError when the client has disconnected.
         """
         try:
             async with asyncio.timeout(end_s):
@@ -289,8 +293,8 @@ class EventStream:
             self._abort()
 
     async def fail(self, event: Mapping[str, Any]) -> None:
-        """End with an error, and without the word that all was said. Never raises; a client that
-        does not take it has its connection closed.
+        """End the stream with an error event and without `[DONE]`. Never raises; a client that does
+        not read it in time has its connection aborted.
         """
         try:
             async with asyncio.timeout(_LAST_WORD_S):
@@ -301,7 +305,7 @@ class EventStream:
 
     async def _comment(self) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # gone: the next event finds that, too
+        with contextlib.suppress(ConnectionError):  # the next event raises it, too
             while True:
                 await asyncio.sleep(self._written_s + self._keep_alive_s - loop.time())
                 async with self._writing:
@@ -321,7 +325,7 @@ class EventStream:
 
 
 Take = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
-"""Gets each message with the number of its prompt."""
+"""Callback for each message, with the number of its prompt."""
 
 
 _PROMPT_FIELDS = ("text", "token_ids.ids")
@@ -329,25 +333,25 @@ _PROMPT_FIELDS = ("text", "token_ids.ids")
 
 @dataclass(frozen=True)
 class EachPrompt:
-    """The requests of one body, named and ready."""
+    """The requests of one body, served at the same time."""
 
     desk: RouterService
     caller: Caller
     requests: Sequence[inference_pb2.GenerateRequest]
     times: StageTimes
-    """Began with the body; the first request's."""
+    """Stage times, which began with the HTTP request; used for the first prompt."""
     call: TracedCall
     most_at_once: int
     rename: Callable[[str], str]
-    """What the body calls a field of its requests."""
+    """Returns the body's name of a field of its requests."""
 
     async def serve(self, take: Take) -> None:
-        """Serve all of them.
+        """Serve all requests, at most `most_at_once` at a time.
 
-        Raises: BatonError, which names fields as the body does, or ConnectionError of `take`: the
-            first one; the other requests have been cancelled by then.
+        Raises: the first BatonError, which names fields as the body does, or the first
+            ConnectionError of `take`. The other requests are cancelled by then.
         """
-        # One for the whole body: those that wait for others' end do not get their time anew.
+        # One deadline for the body: a request that waits for its turn gets no extra time.
         deadline = self.desk.deadline(self.requests[0])
         if len(self.requests) == 1:
             await self._one(0, take, deadline)
@@ -365,7 +369,7 @@ class EachPrompt:
                     group.create_task(in_turn(prompt))
         except* (BatonError, ConnectionError) as errors:
             problem = _first(errors)
-        # Not raised above: what is raised there may come out as a group of its own.
+        # Not raised inside except*, which might wrap it in an exception group.
         if problem is not None:
             raise problem from None
 
@@ -390,13 +394,17 @@ class EachPrompt:
 
 
 def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id: str) -> None:
-    """Several prompts have an id each, the same ones when the body is sent again."""
+    """Set the ids of a body's requests. Each of several prompts gets its own, the same when the
+    body is sent again.
+    """
     for number, request in enumerate(requests):
         request.request_id = request_id if len(requests) == 1 else f"{request_id}.{number}"
 
 
 def _of_prompt(name: str, prompt: int) -> str:
-    """A field's name with the number of the prompt in it, where it is the prompt's."""
+    """Return a field's name with the number of the prompt in it, if the field is a part of the
+    prompt.
+    """
     field, bracket, rest = name.partition("[")
     return f"{field}[{prompt}]{bracket}{rest}" if field in _PROMPT_FIELDS else name
 
@@ -413,21 +421,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """One body, understood."""
+    """One body, translated: its requests and how to build the answer."""
 
     requests: Sequence[inference_pb2.GenerateRequest]
     look: ResponseOptions
     make_sample: Callable[[int, int], OutputSample]
-    """By prompt and sample of it."""
+    """Creates a choice from the number of its prompt and of its sample."""
     kind: str
     answer_id: str
     model: str
-    """As the client named it."""
+    """Name of the model as the client wrote it."""
     rename: Callable[[str], str]
-    """What the body calls a field of its requests."""
+    """Returns the body's name of a field of its requests."""
 
     def samples(self) -> dict[tuple[int, int], OutputSample]:
-        """Every choice of the answer, in the order of their indices."""
+        """Create every choice of the answer, in the order of their indices."""
         num_samples = self.requests[0].sampling.n or 1
         return {
             (prompt, index): self.make_sample(prompt, index)
@@ -436,16 +444,17 @@ class ParsedBody:
         }
 
     def envelope(self) -> Envelope:
-        """Around them."""
+        """Create the fields around the choices."""
         return Envelope(self.kind, self.answer_id, self.model, self.look)
 
 
 Read = Callable[[Mapping[str, Any], str, ServedModels], ParsedBody]
-"""A body's fields and its request id. Raises: InvalidArgument."""
+"""Translates a body's fields, given its request id and the served models. Raises: InvalidArgument.
+"""
 
 
 def read_completion(given: Mapping[str, Any], request_id: str, models: ServedModels) -> ParsedBody:
-    """Of /v1/completions. Raises: InvalidArgument."""
+    """Translate a body of /v1/completions. Raises: InvalidArgument."""
     fields, model = with_model(given, models)
     encoder = model.preparer.encoder
     requests, look = completions.completion_requests(fields), response_options(fields)
@@ -477,7 +486,7 @@ def read_completion(given: Mapping[str, Any], request_id: str, models: ServedMod
 
 
 def read_chat(given: Mapping[str, Any], request_id: str, models: ServedModels) -> ParsedBody:
-    """Of /v1/chat/completions. Raises: InvalidArgument."""
+    """Translate a body of /v1/chat/completions. Raises: InvalidArgument."""
     fields, model = with_model(given, models)
     encoder = model.preparer.encoder
     use = tool_use(fields, encoder.tool_call_format, takes_tools=encoder.takes_tools)
@@ -498,7 +507,7 @@ def read_chat(given: Mapping[str, Any], request_id: str, models: ServedModels) -
 
 
 async def collect(asked: ParsedBody, each: EachPrompt) -> dict[str, Any]:
-    """The whole answer. Raises: BatonError."""
+    """Serve the requests and return the whole answer. Raises: BatonError."""
     envelope, samples = asked.envelope(), asked.samples()
 
     async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
@@ -510,7 +519,9 @@ async def collect(asked: ParsedBody, each: EachPrompt) -> dict[str, Any]:
 
 
 async def stream(asked: ParsedBody, each: EachPrompt, events: EventStream) -> web.StreamResponse:
-    """The answer as events. Raises: before the first byte, never after it."""
+    """Serve the requests and send the answer as events. Raises: errors before the first byte; later
+    ones are events.
+    """
     envelope, samples = asked.envelope(), asked.samples()
 
     async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
@@ -523,7 +534,7 @@ async def stream(asked: ParsedBody, each: EachPrompt, events: EventStream) -> we
             await each.serve(take)
         await events.end(envelope.usage_chunk() if asked.look.has_usage else None)
     except ConnectionError:
-        # All was said, to a client that has gone.
+        # The answer is complete, but its client has disconnected.
         with contextlib.suppress(ConnectionError):
             await events.response.write_eof()
     except Exception as error:
@@ -537,7 +548,7 @@ async def stream(asked: ParsedBody, each: EachPrompt, events: EventStream) -> we
 
 
 class OpenAiRoutes:
-    """See the module."""
+    """Handlers of the OpenAI API, and of the paths for probes and tools."""
 
     def __init__(self, desk: RouterService, clients: Clients) -> None:
         self._desk = desk
@@ -547,7 +558,7 @@ class OpenAiRoutes:
         self._started_s = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
-        """Register every path."""
+        """Register every path with `app`."""
         app.on_cleanup.append(self._close)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chat_completions)
@@ -559,15 +570,15 @@ class OpenAiRoutes:
         app.router.add_get("/openapi.json", self.openapi)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """/v1/completions."""
+        """Serve POST /v1/completions."""
         return await self._generate(request, COMPLETION, read_completion)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """/v1/chat/completions."""
+        """Serve POST /v1/chat/completions."""
         return await self._generate(request, CHAT, read_chat)
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        """/v1/embeddings."""
+        """Serve POST /v1/embeddings."""
         times, headers = StageTimes(), dict[str, str]()
         found: dict[int, inference_pb2.GenerateResponse] = {}
 
@@ -598,12 +609,12 @@ class OpenAiRoutes:
         return web.json_response(text=text, headers=headers)
 
     async def models(self, request: web.Request) -> web.Response:
-        """/v1/models."""
+        """Serve GET /v1/models."""
         self._caller(request)
         return web.json_response({"object": "list", "data": self._models()})
 
     async def model(self, request: web.Request) -> web.Response:
-        """/v1/models/{model}."""
+        """Serve GET /v1/models/{model}."""
         self._caller(request)
         name = request.match_info["model"]
         by_other_name = {
@@ -615,16 +626,18 @@ class OpenAiRoutes:
         raise ModelNotFound(f"'{name[:128]}' is not served here")
 
     async def health(self, request: web.Request) -> web.Response:
-        """/health: this process answers."""
+        """Serve GET /health: 200 while this process answers."""
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """/ready: each model that is not scaled to zero has a worker of each role."""
+        """Serve GET /ready: 200 when each model that is not scaled to zero has a worker of each
+        role.
+        """
         self._desk.ready()
         return web.json_response({"status": "ready"})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """/openapi.json."""
+        """Serve GET /openapi.json."""
         return web.json_response(openapi.document())
 
     async def _generate(
@@ -661,8 +674,8 @@ class OpenAiRoutes:
             raise
 
     def _name(self, request: web.Request, headers: dict[str, str]) -> str:
-        """What the request is called here. Adds to `headers` what its answer says of that: a
-        client's own word for it comes back, and is told beside ours in the log.
+        """Return the request id. Adds the answer's x-request-id to `headers`: the client's own,
+        which is then logged together with the request id, or the request id.
 
         Raises: InvalidArgument.
         """
@@ -685,8 +698,9 @@ class OpenAiRoutes:
         return self._desk.caller_of(authorization_of(request.headers))
 
     def _models(self) -> list[dict[str, Any]]:
-        """Those served, each with what its workers can take if there are any or they are waited
-        for, and the workers' adapters, which are asked for in the same way."""
+        """Return entries of the served models and of their workers' adapters. `max_model_len` is
+        the smallest context window among a model's workers; absent where it is unknown.
+        """
         listed = []
         for model in self._desk.models:
             windows = [info.context_window for info in self._desk.infos(model)]
@@ -713,7 +727,7 @@ def _refused(error: BatonError, headers: Mapping[str, str]) -> web.Response:
 
 
 class HttpCall(TracedCall):
-    """See the module. `is_streamed` is set when the body was read."""
+    """An HTTP request as its trace span describes it. `is_streamed`: set after the body is read."""
 
     is_streamed = False
 

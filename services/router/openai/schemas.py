@@ -1,23 +1,16 @@
-"""Objects of known keys: a body, a message, a tool. Null is as good as absent; a key that no record
-has is refused with the nearest that one has. Pure; any thread.
+"""COMPLETION, CHAT and EMBEDDING: the schemas of the OpenAI API's bodies, with their strict parser
+and the translation of the fields that the APIs share. Pure; any thread.
 
-What JSON values may look like: shapes that read a value strictly and say themselves as JSON
-Schema; objects of known keys are in `records`.
+Shapes (`Shape`: Text, Number, ListOf, BodyRecord, ...) read a JSON value strictly and describe
+themselves as JSON Schema. The three tables are built from them. A table is both the check of a body
+and its description in the OpenAPI document, so the two cannot differ.
 
-One table of shapes is both the check of a body and its description in the OpenAPI document, so the
-two cannot differ. Pure; any thread.
+Null means absent. An unknown key is refused, and the error names the closest known key. A field of
+OpenAI's API that is not served is in the table as `RefusedField`, and is refused with a reason.
 
-Every field of the two bodies: what it may hold, and what it means here. Values only.
-
-A field of OpenAI's API that is not served is in the table all the same, as `RefusedField`: it is
-answered by its name and a reason. What is in no table is refused as unknown.
-
-A body's sampling fields to SamplingParams, and the names of fields back. Pure.
-
-What the fields may be is checked twice: here for the form (`fields`), at the front desk for the
-meaning, whose errors speak of the message's fields: `json_name` says what the client called them.
-
-One body understood: the request for the front desk, and how its answer is to look. Values.
+`base_request`, `sampling_of` and `response_options` translate the shared fields to GenerateRequest.
+Only the form is checked here. RouterService checks the meaning, and its errors name fields of
+GenerateRequest; `json_name` returns the name that the body has for such a field.
 """
 
 from __future__ import annotations
@@ -38,7 +31,9 @@ from services.router.request import MAX_DEPTH
 
 @dataclass(frozen=True)
 class RefusedField:
-    """A field of the API that is not served, but for values that change nothing."""
+    """A field of the API that is not served. Values in `unless`, which change nothing, are
+    accepted.
+    """
 
     why: str
     unless: tuple[Any, ...] = ()
@@ -67,26 +62,26 @@ class BodyField:
 
 @dataclass(frozen=True)
 class BodyRecord:
-    """An object of known keys."""
+    """An object with known keys."""
 
     fields: Sequence[BodyField]
     what: str = "an object"
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """What stands here under another name: names that other servers have, and ours."""
+    """Hints for keys that have another name here: other servers' names, and Baton's."""
     _by_name: Mapping[str, BodyField] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {entry.name: entry for entry in self.fields})
 
     def has(self, key: str) -> bool:
-        """Whether it is one of these keys."""
+        """Return whether the record has this key."""
         return key in self._by_name
 
     def takes(self, value: object) -> bool:
         return isinstance(value, dict)
 
     def read(self, value: Any, path: str) -> dict[str, Any]:
-        """The keys that were given and are not null."""
+        """Return the keys that are present and not null. Raises: InvalidArgument naming the key."""
         if not isinstance(value, dict):
             raise wrong(path or "body", self.what, value)
         prefix = f"{path}." if path else ""
@@ -124,24 +119,24 @@ class BodyRecord:
         return "is unknown here" + (f"; did you mean {near}?" if near else "")
 
     def _near(self, key: str) -> str:
-        """What a key that is none of these might have meant; empty: no guess."""
+        """Return the key that an unknown one may have meant; empty: no guess."""
         if key in self.elsewhere:
             return self.elsewhere[key]
         for entry in self.fields:
             if isinstance(entry.shape, BodyRecord) and entry.shape.has(key):
                 return f"{entry.name}.{key}"
-        # Of a long key only the beginning: what it costs grows with its length.
+        # Only the beginning of a long key is compared: the cost grows with its length.
         return next(iter(difflib.get_close_matches(key[:SHOWN_CHARS], self._by_name, n=1)), "")
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """One of several records, told apart by one of their keys."""
+    """One of several records, chosen by the value of one key."""
 
     tag: str
     records: Mapping[str, BodyRecord]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of the API that are not served, and why."""
+    """Values of the API that are not served, and why."""
     what: str = "an object"
 
     def takes(self, value: object) -> bool:
@@ -162,33 +157,35 @@ class Tagged:
 
 
 SHOWN_CHARS = 40
-"""Of a key of the sender's, in an error."""
+"""Characters of an unknown key that an error shows."""
 _NUM_AT_ONCE = 16_384
-"""Entries: about half a millisecond."""
+"""List entries that are checked in one call: about half a millisecond."""
 _EXACT = 2**53
-"""Whole numbers up to here are the same as a float."""
+"""Limit up to which a float holds every whole number exactly."""
 
 
 class Shape(Protocol):
-    """One kind of value."""
+    """A kind of JSON value, with a parser and a JSON Schema."""
 
     @property
     def what(self) -> str:
-        """In an error: "must be <what>"."""
+        """Description for errors: "must be <what>"."""
 
     def takes(self, value: object) -> bool:
-        """Whether a value is of this JSON type at all; `read` may still refuse it."""
+        """Return whether a value is of this JSON type; `read` may still refuse it."""
 
     def read(self, value: Any, path: str) -> Any:
-        """The value as the program uses it. Raises: InvalidArgument naming the place."""
+        """Return the value in the form that the program uses. Raises: InvalidArgument naming the
+        field.
+        """
 
     def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
+        """Return the shape as JSON Schema."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A string of whole characters."""
+    """A string of valid Unicode."""
 
     min_chars: int = 0
     max_chars: int | None = None
@@ -214,7 +211,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Number:
-    """A number within bounds, both included."""
+    """A number within inclusive bounds."""
 
     low: float
     high: float
@@ -226,7 +223,7 @@ class Number:
     def read(self, value: Any, path: str) -> float:
         if not self.takes(value):
             raise wrong(path, self.what, value)
-        # Compared before it is converted: an int may be beyond every float. NaN fails, too.
+        # Compared before conversion: an int may be too large for a float. NaN fails, too.
         if not self.low <= value <= self.high:
             raise InvalidArgument(path, f"must be from {self.low:g} to {self.high:g}")
         return float(value)
@@ -237,7 +234,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number within bounds, both included."""
+    """A whole number within inclusive bounds."""
 
     low: int
     high: int
@@ -245,7 +242,7 @@ class Integer:
 
     def takes(self, value: object) -> bool:
         if isinstance(value, float):
-            # JSON knows one kind of number: 5.0 is 5.
+            # JSON has one number type: 5.0 is 5.
             return math.isfinite(value) and value.is_integer() and abs(value) <= _EXACT
         return isinstance(value, int) and not isinstance(value, bool)
 
@@ -257,8 +254,9 @@ class Integer:
         return int(value)
 
     def read_all(self, values: Sequence[Any], path: str) -> list[int]:
-        """A whole list. Costs nanoseconds an entry, where `read` costs a microsecond: lists of ids
-        are long. Part by part: each is one call into C, for which every other thread waits.
+        """Read a whole list; `path` names the list. An entry costs nanoseconds, where `read` costs
+        a microsecond: lists of token ids are long. The list is read in parts, since no other thread
+        runs during one call into C.
         """
         read: list[int] = []
         for begin in range(0, len(values), _NUM_AT_ONCE):
@@ -267,7 +265,7 @@ class Integer:
 
     def _read_part(self, values: Sequence[Any], path: str, begin: int) -> list[int]:
         if set(map(type, values)) <= {int, float}:
-            with contextlib.suppress(OverflowError, ValueError):  # infinite, or no number
+            with contextlib.suppress(OverflowError, ValueError):  # infinity or NaN
                 whole = list(map(int, values))
                 if whole == values and self.low <= min(whole) and max(whole) <= self.high:
                     return whole
@@ -284,7 +282,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false."""
+    """A boolean."""
 
     what: str = "true or false"
 
@@ -326,7 +324,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of alike values."""
+    """A list of values of one shape."""
 
     item: Shape
     least: int = 0
@@ -337,7 +335,7 @@ class ListOf:
         return f"a list, each entry {self.item.what}"
 
     def takes(self, value: object) -> bool:
-        # By its first entry: what tells a list of strings from a list of ids.
+        # The first entry tells a list of strings from a list of token ids.
         return isinstance(value, list) and (not value or self.item.takes(value[0]))
 
     def read(self, value: Any, path: str) -> list[Any]:
@@ -358,7 +356,7 @@ class ListOf:
 
 @dataclass(frozen=True)
 class MapOf:
-    """An object with any keys and alike values."""
+    """An object with any keys and values of one shape."""
 
     item: Shape
     most: int
@@ -384,7 +382,7 @@ class MapOf:
 
 @dataclass(frozen=True)
 class AnyObject:
-    """An object that is handed on as it is: a JSON schema, a template's arguments."""
+    """An object that is passed on unchanged, such as a JSON schema or a template's arguments."""
 
     what: str = "an object"
 
@@ -403,8 +401,9 @@ class AnyObject:
 
 @dataclass(frozen=True)
 class Either:
-    """The first shape that reads it, of those whose JSON type fits: an empty list is a list of
-    anything."""
+    """One of several shapes: the first one of a matching JSON type that reads the value. An empty
+    list matches every list shape.
+    """
 
     shapes: tuple[Shape, ...]
 
@@ -430,7 +429,9 @@ class Either:
 
 
 def check_unicode(text: str, path: str) -> None:
-    """Raises: InvalidArgument for half a character, which JSON's escapes allow to write."""
+    """Check that a string has no lone surrogate, which JSON's escapes can produce. Raises:
+    InvalidArgument.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -438,8 +439,8 @@ def check_unicode(text: str, path: str) -> None:
 
 
 def _check_inside(value: object, path: str) -> None:
-    """Every string inside, keys too, and how deep it goes: what reads it later is recursive. This
-    is not.
+    """Check every string inside a value, keys included, and the depth, since later readers of the
+    value are recursive. This function is not.
     """
     left = [(value, 1)]
     while left:
@@ -455,14 +456,14 @@ def _check_inside(value: object, path: str) -> None:
 
 
 def wrong(path: str, what: str, value: object) -> InvalidArgument:
-    """The error for a value of another JSON type."""
+    """Return the error for a value of the wrong JSON type."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     kind = "nothing" if value is None else kinds.get(type(value), "a number")
     return InvalidArgument(path, f"must be {what}, but is {kind}")
 
 
 def shown(key: str) -> str:
-    """A key of the sender's, short and printable."""
+    """Return a client's key, shortened and printable."""
     return key[:SHOWN_CHARS].encode("unicode_escape").decode()
 
 
@@ -471,9 +472,9 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MAX_PROMPTS = 64
-"""Prompts in one body of /v1/completions."""
+"""Limit of prompts in one body of /v1/completions."""
 MAX_INPUTS = 2048
-"""Inputs in one body of /v1/embeddings."""
+"""Limit of inputs in one body of /v1/embeddings."""
 MAX_TOOLS = 128
 _MAX_ID = 2**31 - 1
 _MAX_MESSAGES = 16_384
@@ -556,7 +557,7 @@ _ELSEWHERE = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
 }
-"""What other servers call it."""
+"""Names that other servers use, and the name here."""
 
 _SHARED = (
     BodyField("model", _LABEL, "A name of /v1/models. Absent: the only model."),
@@ -711,7 +712,7 @@ _SAID_PART = Tagged(
     },
     _NO_PARTS,
 )
-"""Of an assistant's message."""
+"""A content part of an assistant's message."""
 _CONTENT = BodyField("content", Either((Text(), ListOf(_PART))), is_needed=True)
 _TOOL_CALL = BodyRecord(
     (
@@ -827,7 +828,9 @@ _JSON_NAMES = {
 
 
 def sampling_of(body: Mapping[str, Any], max_tokens: int | None) -> common_pb2.SamplingParams:
-    """How tokens are drawn, but for logprobs and what a chat forces. Raises: InvalidArgument."""
+    """Translate a body's sampling fields, except logprobs and the grammar of a chat. Raises:
+    InvalidArgument.
+    """
     sampling = common_pb2.SamplingParams()
     for name in _AS_THEY_ARE:
         if name in body:
@@ -837,7 +840,7 @@ def sampling_of(body: Mapping[str, Any], max_tokens: int | None) -> common_pb2.S
     if "top_k" in body:
         sampling.top_k = max(0, body["top_k"])
     if "seed" in body:
-        sampling.seed = body["seed"] % 2**64  # OpenAI's are signed
+        sampling.seed = body["seed"] % 2**64  # OpenAI's seeds are signed
     stop = body.get("stop", ())
     sampling.stop.extend([stop] if isinstance(stop, str) else stop)
     sampling.include_stop_text = body.get("include_stop_str_in_output", False)
@@ -856,8 +859,8 @@ def sampling_of(body: Mapping[str, Any], max_tokens: int | None) -> common_pb2.S
 
 
 def force(sampling: common_pb2.SamplingParams, kind: str, grammar: Any) -> None:
-    """Constrain the text: `kind` is a member of the message's grammar; a schema comes as its
-    object.
+    """Constrain the text by a grammar. `kind`: a member of the message's oneof `grammar`;
+    `grammar`: its value, a JSON schema as an object.
     """
     if kind == "choice":
         sampling.choice.values.extend(grammar)
@@ -868,7 +871,7 @@ def force(sampling: common_pb2.SamplingParams, kind: str, grammar: Any) -> None:
 
 
 def json_name(field: str, *, body: Mapping[str, Any]) -> str:
-    """What `body`, as it was sent, calls a field of GenerateRequest that was made of it."""
+    """Return the name that `body`, as the client sent it, has for a field of GenerateRequest."""
     own = body.get("baton", {})
     if field == "prompt_logprobs":
         return "logprobs"
@@ -877,7 +880,7 @@ def json_name(field: str, *, body: Mapping[str, Any]) -> str:
     if field == "sampling.max_tokens" and "max_completion_tokens" in body:
         return "max_completion_tokens"
     if field == "sampling.json_schema" and "response_format" not in body:
-        return "tools"  # a call that is forced
+        return "tools"  # the schema of a forced call
     if field == "session" and "session" not in own:
         return "prompt_cache_key"
     if field == "adapter" and "adapter" not in own:
@@ -905,20 +908,20 @@ _BATON_FIELDS = ("tenant", "session", "adapter", "priority", "budget_ms")
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """How the answer is to look."""
+    """Which parts the answer has."""
 
     is_streamed: bool = False
     has_usage: bool = False
-    """A stream ends with the usage."""
+    """Whether a stream ends with the usage."""
     has_running_usage: bool = False
-    """Every chunk of a stream has the usage so far."""
+    """Whether every chunk of a stream has the usage so far."""
     has_account: bool = False
-    """The answer says where its KV came from, and when what was done."""
+    """Whether the answer says where its KV came from, with stage times."""
     has_token_ids: bool = False
 
 
 def response_options(body: Mapping[str, Any]) -> ResponseOptions:
-    """Raises: InvalidArgument for stream options without a stream."""
+    """Return the options of a body. Raises: InvalidArgument for stream options without `stream`."""
     options, own = body.get("stream_options", {}), body.get("baton", {})
     is_streamed = body.get("stream", False)
     if options and not is_streamed:
@@ -933,7 +936,7 @@ def response_options(body: Mapping[str, Any]) -> ResponseOptions:
 
 
 def base_request(body: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """What both APIs say alike, without prompt and sampling."""
+    """Translate the fields that both APIs share, without prompt and sampling."""
     request = inference_pb2.GenerateRequest(
         model=body.get("model", ""),
         session=body.get("prompt_cache_key", ""),

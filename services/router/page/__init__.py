@@ -1,1 +1,1 @@
-"""The live page: what the cluster does now, in a browser. See `routes`."""
+"""Live page: a read-only view of the cluster in a browser, served on the router's HTTP port."""

@@ -1,18 +1,18 @@
-"""The live page's routes on the router's HTTP port: a few fixed files, and what they show.
+"""LivePage: the routes of the live page on the router's HTTP port: static files, and the data that
+they show. One asyncio loop.
 
-    /live                the page; its files lie beside it, by name
+    /live                the page; its files are next to it, by name
     /live/data.json      one snapshot
-    /live/events         a stream of them (server-sent events), one every INTERVAL_S
-    /live/explain.json   why one request went where it did: ?request_id=...&tenant=...
+    /live/events         snapshots as server-sent events, one every INTERVAL_S
+    /live/explain.json   why one request was placed as it was: ?request_id=...&tenant=...
 
-The files say nothing about the cluster and are open; the data is an administrator's where keys are
-asked for. Nothing is loaded from elsewhere, and the page may be put into no frame (CSP). Where no
-keys are asked for, on loopback, only a browser that was sent here by a name of loopback is told
-anything: a name elsewhere that points at this machine reaches nothing.
+The files contain nothing about the cluster and need no key. The data needs an admin's key where API
+keys are in use. Where they are not, and the port listens on loopback, only a Host header that names
+loopback is accepted, so that a foreign name that resolves to this machine reads nothing. The page
+loads nothing from other origins and cannot be framed (CSP).
 
-Bounded: MAX_VIEWERS streams, each for STREAM_S at most, ended by a reader that takes nothing for
-WRITE_S and by the server's own end. Errors are raised, and answered by the server. One asyncio
-loop.
+At most MAX_VIEWERS streams are open. A stream ends after STREAM_S, when its reader takes no bytes
+for WRITE_S, or when the server stops. Handlers raise errors; HttpServer answers them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.router.page.snapshots import INTERVAL_S, Snapshots, Status, to_jso
 PATH = "/live"
 MAX_VIEWERS = 16
 STREAM_S = 600.0
-"""Then the page asks again."""
+"""Seconds after which a stream ends; the page then reconnects."""
 WRITE_S = 5.0
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -53,7 +53,7 @@ Explain = Callable[[inference_pb2.ExplainRequest], inference_pb2.ExplainReply]
 
 
 class LivePage:
-    """See the module."""
+    """Handlers of the live page."""
 
     def __init__(
         self,
@@ -66,9 +66,17 @@ class LivePage:
         write_s: float = WRITE_S,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """status: of the cluster. authorize: who sent this Authorization header; raises BatonError
-        when nobody may. explain: one request's choices; raises NotFound. is_on_loopback: where the
-        port listens. stream_s, write_s: of one stream, and of one event until it is let go.
+        """Create the page; `add_to` registers its routes.
+
+        Args:
+            status: returns the cluster's status.
+            authorize: returns the caller of an Authorization header; raises BatonError where it has
+                no access.
+            explain: returns one request's placement; raises NotFound.
+            is_on_loopback: whether the port listens on loopback.
+            stream_s: limit of one stream, in seconds.
+            write_s: limit of writing one event, in seconds.
+            interval_s: pause between two events, in seconds.
         """
         self._snapshots = Snapshots(status)
         self._authorize = authorize
@@ -79,13 +87,13 @@ class LivePage:
         self.num_viewers = 0
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes."""
+        """Register the routes with `app`."""
         app.router.add_get(PATH, _file("page.html"))
         folder = resources.files(__package__).joinpath("static")
         for entry in folder.iterdir():
             app.router.add_get(f"{PATH}/{entry.name}", _file(entry.name))
         app.router.add_get(f"{PATH}/data.json", self._data)
-        # An answer to HEAD would have no body, and this one is nothing else.
+        # No HEAD: the answer consists of its body only.
         app.router.add_get(f"{PATH}/events", self._events, allow_head=False)
         app.router.add_get(f"{PATH}/explain.json", self._why)
         app.on_shutdown.append(self._end)
@@ -128,13 +136,13 @@ class LivePage:
                     async with asyncio.timeout(self._interval_s):
                         await self._is_ending.wait()
         except (TimeoutError, ConnectionError):
-            # The reader is gone, or takes nothing: what is not written yet is thrown away.
+            # The reader has disconnected or takes no bytes: drop what is not written yet.
             if request.transport is not None:
                 request.transport.abort()
         return response
 
     def _check(self, request: web.Request) -> None:
-        """Raises: BatonError unless this request may be told about the cluster."""
+        """Check that the request may read the cluster's status. Raises: BatonError."""
         caller = self._authorize(request.headers.get("Authorization", ""))
         caller.check_admin()
         is_open = not caller.key_id and self._is_on_loopback
@@ -148,7 +156,7 @@ class LivePage:
 
 
 def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler that answers with one of our own files, read once."""
+    """Return a handler that answers with a static file, which is read once."""
     content = resources.files(__package__).joinpath("static", name).read_bytes()
     content_type = _TYPES[name.rpartition(".")[2]]
 
@@ -161,6 +169,6 @@ def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 def _host(header: str) -> str:
-    """The name in a Host header."""
+    """Return the name in a Host header, without the port."""
     name, colon, port = header.rpartition(":")
     return name if colon and port.isdecimal() else header

@@ -1,8 +1,8 @@
-"""What the live page is told: the cluster's status as JSON, made at most once a moment however many
-look, and what is new of the history for each of them.
+"""Snapshots: the cluster's status as JSON for the live page. A snapshot is made at most every
+INTERVAL_S / 2, for all viewers together; the history is sent to each viewer from where it left off.
 
-Everything is as the last heartbeats say: looking at the page asks no worker for anything, and
-recomputes no law. Bounded: NUM_REQUESTS requests, the history's own length. One asyncio loop.
+The status is what the last heartbeats said: a snapshot calls no worker and rechecks no invariant.
+Bounded by NUM_REQUESTS requests and the length of the history. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from process.deadline import Clock
 from protos import inference_pb2
 
 INTERVAL_S = 1.0
-"""Between two messages to who looks."""
+"""Seconds between two snapshots to one viewer."""
 
 NUM_REQUESTS = 32
 
@@ -28,8 +28,8 @@ Status = Callable[
 
 
 class Snapshots:
-    """See the module. What cannot change any more, a request that ended or an interval that is
-    over, is turned into text once: the loop that serves requests is not held up by who looks.
+    """Maker of snapshots. What cannot change any more, a finished request or a past interval, is
+    encoded once, so that viewers do not delay the loop that serves requests.
     """
 
     def __init__(self, status: Status, clock: Clock = time.monotonic) -> None:
@@ -41,12 +41,12 @@ class Snapshots:
         self._ended: dict[tuple[str, str, int], str] = {}
 
     async def text(self, after_unix_ms: int = 0) -> tuple[str, int]:
-        """One JSON object: `status`, `requests`, and the `history` since `after_unix_ms`.
+        """Return one JSON object: `status`, `requests`, and the `history` after `after_unix_ms`.
 
-        Returns: it, and where its history ends.
+        Returns: the text, and the end of its history in milliseconds since the epoch.
         """
         if self._clock() - self._made_s >= INTERVAL_S / 2:
-            # Set first: who asks meanwhile gets the text before rather than making it again.
+            # Set first: a viewer that asks meanwhile gets the previous text.
             made_s, self._made_s = self._made_s, self._clock()
             try:
                 await self._make()
@@ -91,7 +91,9 @@ def _key(request: inference_pb2.RequestInfo) -> tuple[str, str, int]:
 
 
 def to_json(message: Message) -> str:
-    """All fields by name, on one line. 64-bit numbers are strings, as protobuf's JSON has them."""
+    """Return all fields of a message by name, on one line. 64-bit integers are strings, as in
+    protobuf's JSON.
+    """
     values = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

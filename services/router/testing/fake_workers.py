@@ -1,14 +1,13 @@
-"""A point where tests hold requests for as long as they want. One asyncio loop.
+"""FakePrefill and FakeDecode: prefill and decode workers without a model, for tests of the router.
+They serve the real gRPC services on loopback; tokens come from a hash of the request
+(`FakeServedModel`). One asyncio loop.
 
-What the fake workers pretend to run: tokens from a hash, and why they end. Pure.
+Tests control them through attributes: errors to raise, numbers to report, and gates (`Gate`) that
+hold a request at a point for as long as the test needs. Counters and recorded messages show what
+the router sent.
 
-What both fake roles share: an address, a life, a status. One asyncio loop.
-
-A prefill worker without a model. Law: `num_active` prompts have not had their last word. One
-asyncio loop.
-
-A decode worker without a model. Law: `num_open` reservations have not had their last word. One
-asyncio loop.
+Invariants: `FakePrefill.num_active` is the number of prompts, and `FakeDecode.num_open` the number
+of reservations, without a final event; `idle` is set when it is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill
 
 
 class Gate:
-    """A point that requests pass; closed, it holds them. `reached` is set when one arrives."""
+    """A point that requests pass; while closed, it holds them. `reached` is set when a request
+    arrives.
+    """
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -46,20 +47,20 @@ class Gate:
         return self._open.is_set()
 
     def close(self) -> None:
-        """Hold whoever comes from now on."""
+        """Hold the requests that arrive from now on."""
         self.reached.clear()
         self._open.clear()
 
     def open(self) -> None:
-        """Let all pass."""
+        """Let all requests pass."""
         self._open.set()
 
     def let_pass(self, count: int) -> None:
-        """The next `count` go through although it is closed."""
+        """Let the next `count` requests pass while the gate is closed."""
         self._num_free = count
 
     async def passed(self) -> None:
-        """Arrive, and go on when the gate is open."""
+        """Arrive, and return once the gate lets the request pass."""
         self.reached.set()
         if self._num_free:
             self._num_free -= 1
@@ -69,16 +70,18 @@ class Gate:
 
 @dataclass(frozen=True)
 class FakeServedModel:
-    """What a fake worker pretends to run."""
+    """The model that a fake worker pretends to run. Its tokens are a hash of seed, prompt, position
+    and sample.
+    """
 
     name: str = "fake"
     tokenizer_digest: str = "00" * 32
     fingerprint: str = "ab" * 32
     alphabet: tuple[int, ...] = tuple(range(97, 123))
-    """Ids it draws from."""
+    """Token ids that it samples."""
     eos_token_id: int = 0
     eos_at: int | None = None
-    """Output position at which EOS is drawn."""
+    """Output position at which it samples EOS; None: never."""
     context_window: int = 512
     vocab_size: int = 300
     block_size: int = 16
@@ -90,7 +93,7 @@ class FakeServedModel:
         position: int,
         sample_index: int = 0,
     ) -> int:
-        """The output token at `position` (0 is the first) of one sample."""
+        """Return the output token of one sample at `position` (0 is the first)."""
         if position == self.eos_at and not params.ignore_eos:
             return self.eos_token_id
         seed = repr((params.seed, tuple(prompt), position, sample_index)).encode()
@@ -98,7 +101,7 @@ class FakeServedModel:
         return self.alphabet[number % len(self.alphabet)]
 
     def embedding(self, prompt: Sequence[int]) -> list[float]:
-        """Four numbers of length 1."""
+        """Return an embedding of four numbers with length 1."""
         digest = hashlib.blake2b(repr(tuple(prompt)).encode(), digest_size=4).digest()
         numbers = [byte - 127.5 for byte in digest]
         length = math.hypot(*numbers)
@@ -107,8 +110,8 @@ class FakeServedModel:
     def reason(
         self, token_id: int, params: common_pb2.SamplingParams, num_output_tokens: int
     ) -> common_pb2.FinishReason:
-        """Why the answer ends with `token_id`, its `num_output_tokens`-th; UNSPECIFIED: it does
-        not.
+        """Return why the output ends with `token_id`, its token number `num_output_tokens`.
+        UNSPECIFIED: it goes on.
         """
         if token_id == self.eos_token_id and not params.ignore_eos:
             return common_pb2.FINISH_REASON_EOS
@@ -122,8 +125,8 @@ class FakeServedModel:
 def logprobs(
     token_ids: Sequence[int], params: common_pb2.SamplingParams
 ) -> list[common_pb2.TokenLogprobs]:
-    """One for each token, if they are asked for. A token is as likely as its id is low; those that
-    come with one are its predecessor and those from it on.
+    """Return the log probabilities of each token, if they are requested. A token's is its negative
+    id; its alternatives are the previous id and those from its own id on.
     """
     if not params.HasField("logprobs"):
         return []
@@ -138,7 +141,9 @@ def logprobs(
 
 
 def prompt_logprobs(prompt: Sequence[int], num: int) -> list[common_pb2.TokenLogprobs]:
-    """The same of a prompt's tokens, with `num` others each."""
+    """Return the log probabilities of a prompt's tokens, with `num` alternatives each. The first
+    token has none (NaN).
+    """
     told = logprobs(prompt, common_pb2.SamplingParams(logprobs=num))
     told[0] = common_pb2.TokenLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=prompt[0], logprob=math.nan)
@@ -155,7 +160,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeWorker:
-    """What both roles share: an address, a life, a status."""
+    """The common part of both roles: address, incarnation, status, and adapters."""
 
     role = ""
 
@@ -168,31 +173,33 @@ class FakeWorker:
         self.num_blocks = 1000
         self.num_blocks_taken = 0
         self.num_queued_tokens = 0
-        """Prompt tokens that it says to have yet to compute."""
+        """Prompt tokens that it reports as queued."""
         self.num_running = 0
-        """Requests that its heartbeat says to run."""
+        """Requests that it reports as running."""
         self.step_age_s = 0.0
-        """How long it says that its engine is inside one step."""
+        """Seconds that it reports its engine to have spent in the current step."""
         self.store_node_id = ""
         self.transport = "shm"
         self.remote_transport = "grpc"
         self.lender_node_id = ""
         self.adapters: dict[str, str] = {}
-        """Digest of each adapter that it says to have, by name."""
+        """Digests of the adapters that it reports, by name."""
         self.loaded: set[tuple[str, str]] = set()
-        """Name and digest of adapters that it says to have beside those, of `LoadAdapter`."""
+        """Name and digest of further adapters that it reports: those that `LoadAdapter` loaded."""
         self.held: dict[tuple[str, str], int] = {}
-        """Of those, what was not wished yet, and the version of the wish that is to change."""
+        """Adapters that LoadAdapter loaded, by name and digest, with the version of the AdapterWish
+        that the load precedes.
+        """
         self.load_gate = Gate()
-        """Before it loads an adapter, whose digest is its folder's name."""
+        """Holds LoadAdapter before it loads an adapter, whose digest is the name of its folder."""
         self.load_error: BatonError | None = None
-        """Raised instead."""
+        """Error that LoadAdapter raises instead."""
         self.on_loaded: Callable[[], Awaitable[None]] | None = None
         """Called when `loaded` has changed."""
         self.links: Sequence[Mapping[str, Any]] = ()
-        """Fields of the LinkStatus of each store that it says to have met."""
+        """Fields of the LinkStatus of each store that it reports."""
         self.status_gate = Gate()
-        """Before it says how it is."""
+        """Holds GetWorkerStatus."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -201,17 +208,17 @@ class FakeWorker:
 
     @property
     def is_alive(self) -> bool:
-        """It was started, and was not stopped."""
+        """Whether it was started and not stopped."""
         return self._server is not None
 
     async def stop(self) -> None:
-        """Vanish at once, as a killed process does."""
+        """Close all connections at once, as a killed process does."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
 
     def status(self) -> common_pb2.WorkerStatus:
-        """What a real worker's heartbeat says."""
+        """Return the status that a real worker's heartbeat reports."""
         model = self.model
         return common_pb2.WorkerStatus(
             worker_id=self.worker_id,
@@ -245,7 +252,7 @@ class FakeWorker:
         )
 
     async def register(self, client: Any, *, ttl_ms: int = 60_000) -> None:
-        """Write entry and heartbeat with a Redis `client`, once."""
+        """Write the worker's entry and heartbeat once, with a Redis `client`."""
         entry = json_format.MessageToJson(self.status(), indent=None)
         await client.hset("baton:workers", self.worker_id, entry)
         await client.set(f"baton:worker:{self.worker_id}:beat", self.incarnation, px=ttl_ms)
@@ -276,11 +283,13 @@ class FakeWorker:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody has reserved."""
+        """Number of KV blocks without a reservation."""
         return self.num_blocks - self.num_blocks_taken
 
     def leg(self, num_tokens: int, *, is_computed: bool, num_local: int = 0) -> common_pb2.KvLeg:
-        """An account: all computed here but for `num_local`, or all from the store."""
+        """Return the provenance (KvLeg) of this worker's part of a request: all tokens computed
+        here except `num_local` from its cache, or all loaded from the store.
+        """
         leg = common_pb2.KvLeg(
             role=self.role,
             worker_id=self.worker_id,
@@ -300,36 +309,36 @@ class FakeWorker:
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """A prefill worker."""
+    """A fake prefill worker. Invariant: `num_active` prompts are without a final event."""
 
     role = "prefill"
 
     def __init__(self, worker_id: str, model: FakeServedModel) -> None:
         super().__init__(worker_id, model)
         self.gate = Gate()
-        """Before the first token."""
+        """Holds a prompt before its first token."""
         self.num_partials = 0
-        """Partial handles before the first token."""
+        """Partial handles that it sends before the first token."""
         self.num_late_partials = 0
-        """Partial handles between the first tokens and the account."""
+        """Partial handles that it sends between the first tokens and the account."""
         self.account_gate = Gate()
-        """Between the token and the account."""
+        """Holds a prompt between its first tokens and its account (the last reply)."""
         self.account_error: BatonError | None = None
-        """Raised instead of the account."""
+        """Error that it raises instead of the account."""
         self.error: BatonError | None = None
-        """Raised instead of an answer, or behind `error_after` first tokens of it."""
+        """Error that it raises after `error_after` first tokens."""
         self.error_after = 0
         self.num_local = 0
-        """Prompt tokens that its accounts say to have been in its own cache."""
+        """Prompt tokens that its accounts report as cached locally."""
         self.store_address = ""
-        """Store that its handles say to hold leases of."""
+        """Store whose leases its handles name; empty: none."""
         self.requests: list[prefill_pb2.PrefillRequest] = []
         self.traceparents: list[str] = []
-        """Of the prompts, in their order; empty for one without."""
+        """Traceparent of each prompt, in order; empty for a prompt without one."""
         self.num_active = 0
         self.num_cancelled = 0
         self.num_cancelled_late = 0
-        """Cancels of prompts whose last word was said."""
+        """Number of cancels for prompts that had ended."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -474,7 +483,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         return [self._partial(request, index) for index in range(first, first + count)]
 
     def _partial(self, request: prefill_pb2.PrefillRequest, index: int) -> prefill_pb2.PrefillReply:
-        """What is stored after chunk `index`, of one block each. Its lease stays ours."""
+        """Return the handle of the tokens stored after chunk `index`, with chunks of one block. The
+        worker keeps its lease.
+        """
         size = self.model.block_size
         num_tokens = min((index + 1) * size, len(request.prompt_token_ids) // size * size)
         handle = self._handle(request, num_tokens)
@@ -503,58 +514,61 @@ Events = asyncio.Queue[decode_pb2.DecodeEvent | None]
 
 @dataclass(eq=False)
 class _Leg:
+    """One request's reservation at the fake decode worker, with its outputs so far."""
+
     reserve: decode_pb2.ReserveDecode
     table: dict[int, _Leg]
-    """Of its stream."""
+    """Reservations of its stream, by key."""
     key: int
     events: Events
     task: asyncio.Task[None] | None = None
     outputs: list[list[int]] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
-    """Samples that go on."""
+    """Indices of the samples that are not finished."""
     num_blocks: int = 0
     is_generating: bool = False
     is_alone: bool = False
-    """It computes the prompt itself."""
+    """Whether this worker computes the prompt itself."""
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """A decode worker. Its law: `num_open` reservations have not had their last word."""
+    """A fake decode worker. Invariant: `num_open` reservations are without a final event."""
 
     role = "decode"
 
     def __init__(self, worker_id: str, model: FakeServedModel) -> None:
         super().__init__(worker_id, model)
         self.read_gate = Gate()
-        """Before a command is taken off its stream."""
+        """Holds a command before it is processed."""
         self.reserve_gate = Gate()
-        """Before a reservation is answered."""
+        """Holds a reservation before it is answered."""
         self.place_gate = Gate()
-        """Before a reservation that has its blocks is answered: while it is closed, the request is
-        told that it is queued."""
+        """Holds a reservation that has its blocks. While the gate is closed, the request is
+        reported as queued.
+        """
         self.token_gate = Gate()
-        """Before each token."""
+        """Holds a request before each token."""
         self.pause_at: int | None = None
-        """Output position at which the token gate closes by itself."""
+        """Output position at which the token gate closes by itself; None: never."""
         self.error: BatonError | None = None
-        """Answers reservations instead of blocks."""
+        """Error that answers reservations."""
         self.num_tokens_local = 0
-        """Prompt tokens that it says to have, of each request."""
+        """Prompt tokens that it reports as cached, for each request."""
         self.num_free_places: int | None = None
-        """That it says to have; None: it does not say."""
+        """Free places that it reports; None: it reports none."""
         self.most_taken = 0
-        """Blocks that were reserved at once."""
+        """Largest number of blocks that were reserved at one time."""
         self.generated: list[decode_pb2.GenerateFromHandle] = []
         self.prefetched: list[tuple[str, common_pb2.KvHandle]] = []
-        """Partial handles by request id of the reservation, in the order in which they came."""
+        """Request id and partial handle of each prefetch, in order."""
         self.traceparents: list[str] = []
-        """Of the reservations, in their order."""
+        """Traceparent of each reservation, in order."""
         self.num_misplaced = 0
-        """Prefetches for a key that generates, or that the router has cancelled itself."""
+        """Number of prefetches for a key that generates, or that the router has cancelled."""
         self.moved: list[decode_pb2.DecodeMoved] = []
-        """What it said of requests that it moved."""
+        """DecodeMoved events that it sent."""
         self.store_address = ""
-        """Store that the handles of those say to hold leases of."""
+        """Store whose leases the handles of moved requests name; empty: none."""
         self.num_reserved = 0
         self.num_refused = 0
         self.num_cancelled = 0
@@ -567,19 +581,23 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     @property
     def num_generating(self) -> int:
-        """Requests that draw, whichever router they are of."""
+        """Number of requests that generate, of all routers."""
         return sum(leg.is_generating for leg in self._legs)
 
     @property
     def num_drawn(self) -> dict[int, int]:
-        """Tokens of each sample that goes on, of its only request."""
+        """Number of tokens of each unfinished sample; there must be exactly one request."""
         (leg,) = self._legs
         return {index: len(leg.outputs[index]) for index in leg.open}
 
     def move_all(self, *, with_handles: bool = True, num_lost: int = 0, **handle: int) -> None:
-        """Leave as a draining worker does: what runs is moved, what only holds blocks is given up,
-        nothing new is taken. `num_lost`: tokens that it says to have sent, but did not. `handle`:
-        fields of the handles that say something else than what is.
+        """Drain as a real worker does: move the generating requests, fail the other reservations,
+        accept nothing new.
+
+        Args:
+            with_handles: whether moved requests carry a KV handle.
+            num_lost: tokens that each output reports beyond those sent.
+            handle: fields of the handles to overwrite with wrong values.
         """
         self.is_draining = True
         self.error = Unavailable(f"{self.worker_id} is leaving", retry_after_s=0.0)
@@ -596,7 +614,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 leg.events.put_nowait(decode_pb2.DecodeEvent(key=leg.key, failed=failed))
 
     def fail_all(self) -> None:
-        """End all that it has with `error`."""
+        """Fail all its reservations with `error`."""
         assert self.error is not None
         for leg in list(self._legs):
             self._end(leg.table, leg.key)
@@ -677,7 +695,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 self.idle.clear()
                 legs[key].task = asyncio.create_task(self._reserve(legs, key, events))
             elif key not in legs:
-                continue  # its last word has been said
+                continue  # its final event was sent
             elif kind == "generate":
                 self.generated.append(command.generate)
                 _take_over(legs[key], command.generate)
@@ -696,7 +714,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def _prefetch(
         self, command: decode_pb2.DecodeCommand, leg: _Leg | None, *, was_cancelled: bool
     ) -> None:
-        # One that crossed our own last word on its key is nobody's fault.
+        # Not counted: a prefetch that crossed this worker's final event for its key.
         if was_cancelled or (leg is not None and leg.outputs):
             self.num_misplaced += 1
         elif leg is not None:
@@ -779,7 +797,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             await asyncio.sleep(0)
 
     def _draw(self, leg: _Leg, index: int) -> decode_pb2.DecodeTokens:
-        """One token of one sample, which may end with it."""
+        """Generate one token of one sample, which may finish the sample."""
         output, params = leg.outputs[index], leg.reserve.sampling
         token_id = self.model.token(leg.reserve.prompt_token_ids, params, len(output), index)
         output.append(token_id)
@@ -820,7 +838,9 @@ def _failed(error: BatonError) -> decode_pb2.DecodeFailed:
 
 
 def _take_over(leg: _Leg, command: decode_pb2.GenerateFromHandle) -> None:
-    """What was drawn already, and who goes on."""
+    """Set the reservation's outputs so far, its unfinished samples, and whether this worker
+    computes the prompt.
+    """
     leg.is_alone = command.computes_prompt
     if not command.outputs:
         leg.outputs, leg.open = [list(command.output_token_ids)], {0}
