@@ -1,5 +1,5 @@
-"""`PrefixLookup` and `PrefixAffinity`: where the KV blocks of a prompt's prefix are, in the stores and
-in the workers' own caches.
+"""`PrefixLookup` and `PrefixAffinity`: where the KV blocks of a prompt's prefix are, in stores and in
+the workers' own caches.
 
 - `PrefixLookup` asks the index in Redis how many leading blocks of a prompt each store holds: one
   round trip a prompt, for all stores and layouts. Hashes are keyed by the tenant's salt, so no
@@ -13,7 +13,8 @@ in the workers' own caches.
   the tenant, the model and all tokens before. An entry ends when the worker was sent so many blocks
   since that its cache must have turned over, or when `max_entries` others were noted later.
 
-All results are hints: stores check under their own leases, and workers report what they have. One asyncio loop.
+All results are hints: stores check under their own leases, and workers report what they have. One
+asyncio loop.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`WorkerView`, `StoreView` and `Snapshot`: workers and stores as their heartbeats describe them, and
-the checks whether a worker may serve the router's models.
+"""`WorkerView`, `StoreView` and `Snapshot`: workers and stores as their heartbeats describe them,
+and the checks whether a worker may serve the router's models.
 
 Frozen values and pure functions. Numbers that workers report are bounded here: no report can divide
 by zero or make costs that do not compare.
