@@ -1,5 +1,5 @@
-"""`PrefixLookup` and `PrefixAffinity`: where the KV blocks of a prompt's prefix are, in stores and in
-the workers' own caches.
+"""`PrefixLookup` and `PrefixAffinity`: where a prompt's prefix has KV blocks, in stores and in the
+workers' own caches.
 
 - `PrefixLookup` asks the index in Redis how many leading blocks of a prompt each store holds: one
   round trip a prompt, for all stores and layouts. Hashes are keyed by the tenant's salt, so no
