@@ -6,8 +6,8 @@ once.
     asked    -> waiting   in the queue -> active, or over: cancelled, pushed out, deadline passed
     active   -> over
 
-Bounds of the active requests: their number, in all and per tenant; the prompt tokens whose first
-output token is not out yet; and, per model, the free places of its decode workers. The last two
+Bounds of the active requests: their number, in all and per tenant; the prompt tokens of requests
+without a first output token; and, per model, the free places of its decode workers. The last two
 keep the workers' own queues, which do not know tenants, as short as possible without idle workers:
 a request that waits in prefill has passed the fair queue, and one that waits in decode has streamed
 its first token already. A long prompt counts for less than one worker's part of the tokens, so that
@@ -174,8 +174,8 @@ IsBlocked = Callable[[str], bool]
 class QueuedRequest:
     """One request in the queue.
 
-    `num_tokens`: expected cost. `pool`: the model at whose decode workers it needs a place; empty:
-    it needs none. `due_s`: due time, on a clock that all requests in the queue share.
+    `num_tokens`: expected cost. `pool`: the model that it needs a decode place of; empty: it needs
+    none. `due_s`: due time, on a clock that all requests in the queue share.
     """
 
     tenant: str
@@ -326,7 +326,7 @@ class FairQueue:
         self.num_tokens += waiting.num_tokens
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Remove a request that was cancelled or whose deadline has passed."""
+        """Remove a request that was cancelled or is past its deadline."""
         self._classes[waiting.priority].remove(waiting)
         self._forget(waiting)
 

@@ -1,5 +1,5 @@
-"""`Attempts`: table of the requests in flight, by tenant and request id; at most one attempt of an id
-runs, the newest.
+"""`Attempts`: table of the requests in flight, by tenant and request id; of each id at most the
+newest attempt runs.
 
 A new attempt with the same id and body cancels the older one and starts when that has ended. With
 another body it is refused. States: waiting -> running -> over; a newer attempt, or the router's

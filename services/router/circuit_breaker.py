@@ -10,7 +10,7 @@ Only a request that the worker served makes it TRUSTED: a worker that answers pr
 requests comes back after ever longer pauses. A new incarnation under the same id is trusted.
 `Probation` does no I/O, and its clock is given.
 
-`Prober` is the task that probes workers whose pause is over: one status call each, with a short
+`Prober` is the task that probes workers after their pause: one status call each, with a short
 deadline. One asyncio loop.
 """
 
@@ -86,7 +86,7 @@ class Probation:
         self._jitter = jitter
         self._records: dict[str, _Record] = {}
         self.on_change: list[Callable[[str], None]] = []
-        """Callbacks with the id of a worker whose state changed."""
+        """Callbacks for a change of state, called with the worker id."""
 
     def standing(self, worker_id: str, incarnation: str) -> Suspicion:
         """Return the state of this incarnation."""
@@ -218,7 +218,7 @@ _MAX_AT_ONCE = 16
 
 
 class Prober:
-    """Background task that sends health probes to suspect workers whose pause is over."""
+    """Background task that sends health probes to suspect workers after their pause."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Prober:
             await asyncio.sleep(_TICK_S)
             try:
                 await self.probe_due()
-            except Exception:  # the task must not end: suspect workers would stay so
+            except Exception:  # the task must go on: it ends suspicion
                 logger.exception("probing_failed")
 
     async def _answers(self, worker_id: str, incarnation: str) -> bool:

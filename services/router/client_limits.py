@@ -1,11 +1,11 @@
-"""`Clients` holds the limits that the gRPC and HTTP ports share: memory for request bodies, read and
-idle times, and how long a client may stop reading.
+"""`Clients` holds the limits that the gRPC and HTTP ports share: memory for request bodies, read
+and idle times, and how long a client may stop reading.
 
-- `Clients` asks who the caller is before a message is read, and grants memory per tenant. Calls of
+- `Clients` authenticates the caller before a message is read and grants memory per tenant. Calls of
   the port's other services (health, reflection) need no caller and share the memory of their host.
-- `StalledReaders` cancels a request whose client has taken nothing of its answer for `stall_s`, so
-  that its KV blocks become free. An `AnswerReader` marks when a message is written and when it was
-  taken; a timer checks all of them every `stall_s` / 8.
+- `StalledReaders` cancels a request when its client has taken nothing of the answer for `stall_s`,
+  so that the KV blocks become free. An `AnswerReader` marks when a message is written and when it
+  was taken; a timer checks all of them every `stall_s` / 8.
 - `LoopPace` measures how far the event loop is behind and tells streams how long to pause between
   two messages. One message per token is what clients want, and expensive: during a pause the next
   tokens of a stream merge into one message. There are no pauses while the loop keeps up; they grow
@@ -82,7 +82,7 @@ def reader_clock_s() -> float:
 
 
 class StalledReaders:
-    """Watch over all answers being written: it cancels those whose client takes nothing."""
+    """Watch over all answers being written: it cancels an answer when its client stalls."""
 
     def __init__(self, stall_s: float) -> None:
         self.num_stalled = 0

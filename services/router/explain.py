@@ -65,7 +65,7 @@ def _known(
     record = log.find(request_id, tenant)
     if record is not None:
         if not record.entry.turn:
-            del reply.decisions[:]  # they belong to an earlier attempt
+            del reply.decisions[:]  # those of an earlier attempt
         reply.request_id, reply.tenant = record.request_id, record.tenant
         reply.model = record.model
         reply.request.CopyFrom(record.to_proto())

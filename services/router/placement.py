@@ -261,8 +261,8 @@ class Placer:
     ) -> tuple[Choice, RoutingQuery]:
         """Return the choice after the decode worker reserved blocks and reported `num_local`.
 
-        Args: num_local: prompt tokens whose KV the decode worker has. By that it is decided again
-            whether the worker computes the rest of the prompt itself.
+        Args: num_local: leading prompt tokens that the decode worker has KV of. With it the policy
+            decides again whether the worker computes the rest of the prompt itself.
         """
         if not asking.ask.max_own_tokens or choice.decode_id is None:
             return choice, asking
@@ -292,7 +292,7 @@ class Placer:
             return None
         ask = replace(asking.ask, needs_decode=decode_id is not None, max_own_tokens=0)
         choice, asked = self._decide(replace(asking, ask=ask), pools, PREFILL_FAILED)
-        # The request still needs decode, even if its decode worker is gone by now.
+        # The request needs decode or not as before, even if its decode worker is gone by now.
         whole = replace(asked.ask, needs_decode=asking.ask.needs_decode)
         return choice, replace(asked, ask=whole)
 

@@ -25,7 +25,7 @@ common to all:
 - **Ties** are broken by rendezvous hashing of the request's affinity, prefill worker first: the
   requests of one conversation meet the same workers, whichever router they come through.
 - **Penalties** (`NAMES`) make a suspect worker, or one without free blocks or places, the last
-  choice. A worker whose context window is too short is never chosen.
+  choice. A worker with too short a context window is never chosen.
 - **Links** (`LinkCosts`). A link is measured once, when the worker meets the store or lender,
   perhaps on a busy machine. So links count in classes: a link within a factor of the best healthy
   one of its kind (own store, another store, lender) counts as that best, and so does an unmeasured
@@ -157,7 +157,7 @@ class PlacementQuery:
     prefixes: FoundPrefixes = NO_PREFIXES
     needs_decode: bool = True
     local: Mapping[str, int] = field(default_factory=lambda: NOTHING_LOCAL)
-    """Leading prompt tokens whose KV a worker should still have in its own cache, by
+    """Number of leading prompt tokens with KV that should still be in a worker's own cache, by
     incarnation."""
     turn: int = 0
     """Number of requests that this router placed before this one."""
@@ -480,7 +480,7 @@ _LAST_CHOICE = 10**8 * PARTS
 """Penalty above every real estimate: the worker is chosen only where there is no other."""
 
 NO_WAY = _LAST_CHOICE // 4
-"""Cost of a pair between which no KV can be moved, for policies whose unit is not seconds."""
+"""Cost of a pair between which no KV can be moved, for policies with a unit other than seconds."""
 
 _MOST = 1e6
 """Upper bound of every other term, in units: no measurement may outweigh a penalty."""
@@ -533,7 +533,7 @@ def decode_penalty_sum(d: WorkerLoad, ask: PlacementQuery) -> int:
 
 
 def fitting_workers(workers: Sequence[WorkerLoad], ask: PlacementQuery) -> list[WorkerLoad]:
-    """Return the workers whose context window holds the prompt and one output."""
+    """Return the workers with a context window that holds the prompt and one output."""
     window = ask.window
     return [w for w in workers if window <= w.context_window or not w.context_window]
 
@@ -696,7 +696,7 @@ class _DecodeClass:
         return None
 
     def as_cheap_elsewhere(self, store: str, cost: int) -> Iterable[WorkerLoad]:
-        """Yield all workers that are not at `store` and whose cost is `cost`."""
+        """Yield all workers of this cost that are not at `store`."""
         for of_store, other in self.ordered:
             if of_store > cost:
                 return
@@ -746,7 +746,7 @@ def _prefill_only(pools: Pools, ask: PlacementQuery, scoring: Scoring) -> Cheape
 
 
 class _PairFinder:
-    """One search for a pair. `prefill`: the workers whose context window is long enough."""
+    """One search for a pair. `prefill`: the workers with a long enough context window."""
 
     def __init__(
         self, pools: Pools, ask: PlacementQuery, scoring: Scoring, decode: Sequence[WorkerLoad]
@@ -863,7 +863,7 @@ class _PairFinder:
         return list(classes.values())
 
     def _grouped(self) -> list[_Cheapest]:
-        """Return groups of prefill workers whose handover and prefix costs are equal, each with its
+        """Return groups of prefill workers with equal handover and prefix costs, each with its
         cheapest workers."""
         load_of, local = self._scoring.prefill_load, self._ask.local
         groups: dict[object, _Cheapest] = {}
@@ -1077,7 +1077,7 @@ def _units(terms: Terms) -> dict[str, float]:
 
 
 class Joint(ScoredPolicy):
-    """Policy that chooses the pair whose answer can go on soonest, in estimated seconds.
+    """Policy that chooses the pair with the fewest estimated seconds until the answer can go on.
 
     Terms:
 

@@ -71,7 +71,7 @@ NO_PREFIXES = FoundPrefixes()
 def plan_runs(
     held: Mapping[str, int], home: str, distance: Callable[[str], float]
 ) -> tuple[StoreRun, ...]:
-    """Return the runs that cover the longest prefix, for a worker whose own store is `home`.
+    """Return the runs that cover the longest prefix, for a worker with the own store `home`.
 
     Args: held: number of leading blocks by node id. home: node id of the worker's store; empty: the
         worker has none and cannot fetch. distance: of a node; infinite: nothing is fetched there.
@@ -102,8 +102,8 @@ def to_hints(
 ) -> tuple[common_pb2.PrefixRun, ...]:
     """Return the runs as messages to a prefill worker.
 
-    Args: stores: those that the index was asked about, by node id. A run whose store is not among
-        them ends the list: hints have no gaps.
+    Args: stores: those that the index was asked about, by node id. A run of another store
+        ends the list: hints have no gaps.
     """
     hints: list[common_pb2.PrefixRun] = []
     for run in runs:

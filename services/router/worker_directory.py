@@ -293,7 +293,7 @@ class WorkerDirectory:
         )
 
     def with_decode(self, pools: Pools, worker_id: str, ask: PlacementQuery) -> Pools:
-        """Return `pools` for a request whose decode worker has reserved blocks already.
+        """Return `pools` for a request that has blocks reserved at a decode worker.
 
         That worker is the only decode worker, even if it takes no new requests, with its load from
         before the reservation. Prefill workers of other layouts are left out.
@@ -321,7 +321,7 @@ class WorkerDirectory:
             raise Internal("the pools differ from the loads that are kept")
 
     def _serving(self, role: str) -> set[str]:
-        """Return the ids of the usable workers whose stream is up."""
+        """Return the ids of the usable workers with an open stream."""
         is_up = self._streams.is_up if role == DECODE else self._prefills.is_up
         return {w.worker_id for w in self.usable(role) if is_up(w.worker_id)}
 
@@ -371,7 +371,7 @@ class WorkerDirectory:
         for worker_id, worker in views.items():
             old = before.get(worker_id)
             if old is None or old.incarnation != worker.incarnation:
-                self._last_s[worker.role][worker_id] = self._clock()  # its stream comes up next
+                self._last_s[worker.role][worker_id] = self._clock()  # its stream opens next
             is_same = worker is old and worker_id not in self._changed
             loads[worker_id] = self._loads[worker_id] if is_same else self._load(worker)
             has_same_links &= old is not None and worker.links is old.links

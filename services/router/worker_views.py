@@ -149,7 +149,7 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
 
 
 def hung_workers(workers: Iterable[WorkerView], max_step_s: float) -> Mapping[str, WorkerView]:
-    """Return the workers whose engine has been inside one step for longer than `max_step_s`, by id.
+    """Return the workers that have been inside one engine step for longer than `max_step_s`, by id.
 
     Only where another worker of the same role and model can take over. The only worker keeps its
     requests: its step may still end.
