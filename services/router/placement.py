@@ -232,6 +232,7 @@ class Placer:
     ) -> tuple[Choice, RoutingQuery]:
         """Return the workers for a request, without decode workers that refused it.
 
+        Args: occasion: reason for the choice, for the log.
         Raises: Unavailable when a role has no worker, or no two workers fit.
         """
         pools = self.pools(asking, refused)

@@ -1,4 +1,5 @@
-"""Routing policies: pure functions that choose the prefill and the decode worker of a request.
+"""`Policy` and its implementations: pure functions that choose the prefill and decode worker of a
+request.
 
 `Policy.choose` maps `Pools` (a frozen snapshot of the workers that may serve the request) and
 `PlacementQuery` (the request) to a `Choice`. A policy makes no RPC and reads no clock and no random
@@ -24,8 +25,8 @@ common to all:
   through a node with a slow link is compared with each decode worker.
 - **Ties** are broken by rendezvous hashing of the request's affinity, prefill worker first: the
   requests of one conversation meet the same workers, whichever router they come through.
-- **Penalties** (`NAMES`) make a suspect worker, or one without free blocks or places, the last
-  choice. A worker with too short a context window is never chosen.
+- **Penalties** (`NAMES`) make a suspect worker, or one without enough blocks or places, the
+  last choice. A worker with too short a context window is never chosen.
 - **Links** (`LinkCosts`). A link is measured once, when the worker meets the store or lender,
   perhaps on a busy machine. So links count in classes: a link within a factor of the best healthy
   one of its kind (own store, another store, lender) counts as that best, and so does an unmeasured
