@@ -962,7 +962,7 @@ class Admission:
         self._start_next()
 
     def _give_back(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Return unused tokens in the background: the client does not wait for it."""
+        """Give unused tokens back in the background: the client does not wait for it."""
         if limits.max_tokens_per_min and num_tokens:
             self._in_background(self._rates.give_back(tenant, limits, num_tokens))
 

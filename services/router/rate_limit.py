@@ -142,7 +142,7 @@ class RateLimits:
             )
 
     async def give_back(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Return charged tokens that were not used; below 0: charge more. Best effort."""
+        """Give back charged tokens that were not used; below 0: charge more. Best effort."""
         if not (limits.max_tokens_per_min and num_tokens):
             return
         own = self._own.get(tenant)
