@@ -1,57 +1,45 @@
-"""ServiceRate: how fast waiting requests are taken up, as seen of late. Pure; moments come from
-outside.
+"""`Admission` decides whether a request is served now, waits in a fair queue, or is refused at
+once.
 
-Measured only while somebody waits: how fast an idle cluster could be says nothing.
-
-What a request is going to cost, before it is tokenized. Pure; an estimate, put right by what it
-really used when it is over.
-
-FairQueue: which of the requests that wait is next, by priority, tenants' shares and deadlines.
-
-Classes of equal priority go strictly one before the other, but for every LOWER_EVERY-th turn, which
-the lower ones get in rotation, so that none starves. Within a class tenants share by deficit round
-robin over tokens (Shreedhar and Varghese, 1995): each turn a tenant is credited its quantum times
-its weight, and served while its credit covers the request at its queue's head. So of two tenants
-that always wait neither gets ahead of the other by more than a quantum and a request. Within a
-tenant's line the request goes first that is due first; of equals, the one that came first.
-
-A structure over values: no clock, no I/O. Laws: `check_integrity`. One asyncio loop.
-
-Holding: requests wait for a worker that is not there but may come, instead of being refused.
-
-`is_expected` is the rule for every such wait: of a new request and of an answer that has begun. A
-worker may come if it served, or was starting, a short time ago. `Holding` is the wait of requests
-for a model of which a role has never had a worker, or has none for longer than that:
-
-    asked -> free     there are workers, or none is waited for
-    asked -> refused  as many are held as may
-    asked -> held -> free | refused (the time is up) | over (cancelled, its deadline)
-
-Knows neither workers nor models: the caller's `find` raises while workers are missing, and `look`
-is called after each look at the registry. Law: `num_held` is the number of callers inside `wait`.
-One asyncio loop.
-
-Admission: whether a request is served now, waits in the fair queue, or is refused at once.
-
-    asked    -> refused   over a rate limit; the queue is full; its time cannot suffice
-    asked    -> active    there is room, and no other waits for it
-    asked    -> waiting   in the queue -> active, or over: cancelled, pushed out, out of time
+    asked    -> refused   over a rate limit; the queue is full; its deadline cannot be met
+    asked    -> active    there is room, and no other request waits for it
+    asked    -> waiting   in the queue -> active, or over: cancelled, pushed out, deadline passed
     active   -> over
 
-What bounds the active requests: their number, in all and per tenant; the prompt tokens whose first
-token is not out yet; and, per model, the places that its decode workers have left for samples. The
-last two keep the workers' own queues, which know no tenants, as short as they can be without the
-workers standing idle: a request that waits in prefill is past the fair queue, and one that waits in
-decode has shown its first token already. A prompt counts for less than one worker's part of the
-tokens: a long one keeps no request from another worker.
+Bounds of the active requests: their number, in all and per tenant; the prompt tokens of requests
+without a first output token; and, per model, the free places of its decode workers. The last two
+keep the workers' own queues, which do not know tenants, as short as possible without idle workers:
+a request that waits in prefill has passed the fair queue, and one that waits in decode has streamed
+its first token already. A long prompt counts for less than one worker's part of the tokens, so that
+it keeps no request from another worker. When the queue is full, the tenant with most waiting
+requests gives way: its newest request is refused in place of a request from a tenant with fewer.
 
-Of one tenant and priority the request goes first that came first; one that has little time is in
-line as if it had come earlier (`admission_queue.patience_s`). Where a request stands, and what it
-waits for, says `standing`.
+`FairQueue` decides which waiting request is next:
 
-When the queue is full its longest tenant gives way: its newest request is refused in the stead of a
-newcomer of a tenant that has fewer. Laws: `check_integrity`. Whose turn it is decides
-`admission_queue`. One asyncio loop.
+- Higher priorities go strictly first, but every LOWER_EVERY-th turn goes to the lower ones in
+  rotation, so that none starves.
+- Within a priority, tenants share by deficit round robin over tokens (Shreedhar and Varghese,
+  1995). Each turn a tenant is credited its quantum times its weight, and served while the credit
+  covers its first request. So of two tenants that always wait neither gets ahead by more than one
+  quantum and one request.
+- Within one tenant's line, the earliest due time goes first, then the earliest arrival. The due
+  time is the arrival time plus `patience_s` of the time left: a request with a near deadline counts
+  as older.
+
+Costs are estimated before tokenization (`asked_of`); the estimate is corrected by what the request
+really used. `ServiceRate` measures how fast waiting requests start, for the expected wait.
+
+`Holding` holds requests for a model that has no worker yet, instead of refusing them:
+
+    asked -> free     there are workers, or none is waited for
+    asked -> refused  as many requests are held as allowed
+    asked -> held -> free | refused (held for too long) | over (cancelled, its deadline)
+
+It does not know workers: the caller's `find` raises while workers are missing, and `look` is called
+after each read of the registry. `is_expected` is the common rule for whether a worker may come
+back.
+
+Invariants are checked by the `check_integrity` methods. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -84,15 +72,18 @@ from services.router.config import AdmissionSettings
 from services.router.rate_limit import RateLimits
 
 HALF_LIFE_S = 10.0
-"""After so long a measurement counts half. Guessed: longer than a burst, shorter than a change of
+"""Age at which a measurement counts half. Guessed: longer than a burst, shorter than a change of
 the number of workers."""
 
 LEAST_S = 1.0
-"""Less time seen than this tells no rate."""
+"""Least observed time from which a rate is computed."""
 
 
 class ServiceRate:
-    """See the module."""
+    """Rate at which waiting requests start, in tokens per second, decayed by HALF_LIFE_S.
+
+    Measured only while requests wait: an idle cluster shows no rate. Pure: times are arguments.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -100,19 +91,19 @@ class ServiceRate:
         self._since_s: float | None = None
 
     def on_backlog(self, now_s: float, *, is_backlog: bool) -> None:
-        """From now on somebody waits, or nobody."""
+        """Record whether requests wait for the cluster from now on."""
         self._pass(now_s)
         self._since_s = now_s if is_backlog else None
 
     def on_start(self, now_s: float, num_tokens: int) -> None:
-        """A request that had waited is served from now on."""
+        """Record that a waiting request starts, with its expected tokens."""
         if self._since_s is None:
-            return  # not for want of room: it says nothing of the cluster
+            return  # it did not wait for room: it tells nothing of the cluster's rate
         self._pass(now_s)
         self._tokens += num_tokens
 
     def tokens_per_s(self, now_s: float) -> float | None:
-        """None: not enough was seen. A queue that stands still brings it down."""
+        """Return the rate; None: not enough was observed. A stalled queue lowers it."""
         self._pass(now_s)
         if self._seconds < LEAST_S or self._tokens <= 0:
             return None
@@ -129,16 +120,16 @@ class ServiceRate:
 
 
 BYTES_PER_TOKEN = 4
-"""Of English text, about; of other text more tokens come, and are charged at the end."""
+"""Estimate for English text; other text has more tokens, which are charged at the end."""
 
 _MESSAGE_TOKENS = 8
-"""What a chat template puts around one message, about."""
+"""Estimate of the tokens that a chat template adds to one message."""
 
 
 def asked_of(
     request: inference_pb2.GenerateRequest, tenant: str, model: str, *, default_max_tokens: int
 ) -> AdmissionRequest:
-    """The request as admission sees it; `model`: by the name that the router has for it."""
+    """Return the request as admission sees it. `model`: the router's main name of the model."""
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else default_max_tokens
     num_sequences = max(sampling.n, sampling.beam.num_beams, 1)
@@ -164,26 +155,28 @@ def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
 
 
 QUANTUM_TOKENS = 512
-"""A tenant's credit per turn, at weight 1. Less than most requests: turns stay short."""
+"""Credit of a tenant per turn, at weight 1. Less than most requests, so that turns stay short."""
 
 _MIN_PATIENCE_S = 2.0**-6
 
 LOWER_EVERY = 10
-"""Of so many turns one goes to a lower class."""
+"""Number of turns of which one goes to a lower priority."""
 
 MAX_PATIENCE_S = 64.0
-"""A request with more time is due as if it had this much: what comes later than this after it never
-goes before it, however short its time is. Guessed."""
+"""Bound of a request's patience: a request that arrives later than this after it never goes before
+it, however near its deadline is. Guessed."""
 
 IsBlocked = Callable[[str], bool]
-"""Whether a tenant may not be served now, for a reason of its own."""
+"""Function that returns whether a tenant is at its own bound of active requests."""
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in the queue. `num_tokens`: what serving it is expected to cost. `pool`: the
-    decode workers that it needs a place at, named by their model; empty: it needs none. `due_s`: a
-    moment on a clock that all in the queue share."""
+    """One request in the queue.
+
+    `num_tokens`: expected cost. `pool`: the model that it needs a decode place of; empty: it needs
+    none. `due_s`: due time, on a clock that all requests in the queue share.
+    """
 
     tenant: str
     priority: int
@@ -194,9 +187,11 @@ class QueuedRequest:
 
 
 def patience_s(left_s: float) -> float:
-    """After how many seconds a request with so much time left is due: a power of two, the nearest
-    one. Equal budgets arrive some milliseconds apart (gRPC rounds them on the wire): these must not
-    decide about an order."""
+    """Return the seconds after which a request with `left_s` until its deadline is due.
+
+    The nearest power of two, at most MAX_PATIENCE_S. Equal deadlines arrive some milliseconds apart
+    (gRPC rounds them on the wire), which must not decide the order.
+    """
     if left_s >= MAX_PATIENCE_S:
         return MAX_PATIENCE_S
     return float(2.0 ** round(math.log2(max(left_s, _MIN_PATIENCE_S))))
@@ -208,16 +203,16 @@ def _due_s(waiting: QueuedRequest) -> float:
 
 @dataclass
 class _Line:
-    """One tenant's requests of one class, in the order in which they are due."""
+    """One tenant's requests of one priority, in the order of their due times."""
 
     weight: float
     requests: list[QueuedRequest] = field(default_factory=list)
     credit: float = 0.0
     num_tokens: Counter[str] = field(default_factory=Counter)
-    """By pool."""
+    """Expected cost of the requests, by pool."""
 
     def tokens_before(self, newcomer: QueuedRequest) -> int:
-        """Of its pool, what is served before it, or would be if it came now."""
+        """Return the tokens in the line, of the same pool, that are served before `newcomer`."""
         return sum(
             one.num_tokens
             for one in itertools.takewhile(lambda one: one is not newcomer, self.requests)
@@ -226,7 +221,7 @@ class _Line:
 
 
 class _Class:
-    """The lines of one priority; `ring`: in whose turn they are, the first one's turn now."""
+    """The tenants' lines of one priority. `ring`: tenants in turn; the first one's turn is now."""
 
     def __init__(self) -> None:
         self.lines: dict[str, _Line] = {}
@@ -238,15 +233,15 @@ class _Class:
         if line is None:
             line = self.lines[waiting.tenant] = _Line(waiting.weight)
             self.ring.append(waiting.tenant)
-        line.weight = waiting.weight  # as it is configured by now
-        insort(line.requests, waiting, key=_due_s)  # behind its equals
+        line.weight = waiting.weight  # the weight may have been reconfigured
+        insort(line.requests, waiting, key=_due_s)  # after requests with an equal due time
         line.num_tokens[waiting.pool] += waiting.num_tokens
 
     def remove(self, waiting: QueuedRequest) -> None:
         line = self.lines[waiting.tenant]
         self._take_out(waiting)
         if line.requests:
-            # Nobody saves up by asking for much and taking it back.
+            # A tenant must not gain credit by queueing large requests and cancelling them.
             line.credit = min(line.credit, line.requests[0].num_tokens)
 
     def pop(self, is_blocked: IsBlocked, full: Collection[str]) -> QueuedRequest | None:
@@ -276,7 +271,7 @@ class _Class:
                 self._skip_rounds(free)
 
     def _skip_rounds(self, free: Mapping[str, QueuedRequest]) -> None:
-        """Credit at once all the rounds in which no request could be served."""
+        """Credit at once all rounds in which no request could be served."""
         lines = [(self.lines[tenant], waiting) for tenant, waiting in free.items()]
         num_rounds = min(
             math.ceil((waiting.num_tokens - line.credit) / (QUANTUM_TOKENS * line.weight))
@@ -293,7 +288,7 @@ class _Class:
             self._drop(waiting.tenant)
 
     def _drop(self, tenant: str) -> None:
-        """An idle tenant keeps no credit: it would come back with a burst."""
+        """Remove an idle tenant with its credit: it would come back with a burst."""
         if self.ring[0] == tenant:
             self._is_credited = False
         self.ring.remove(tenant)
@@ -301,42 +296,45 @@ class _Class:
 
 
 class FairQueue:
-    """See the module."""
+    """Queue that is fair between tenants, with priorities and due times; see the module docstring.
+
+    A plain data structure: no clock, no I/O.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
         self._num_waiting: dict[str, int] = {}
         self.num_for = Counter[str]()
-        """Requests that wait, by pool; of those alone for which some do."""
+        """Number of waiting requests by pool; pools without any are absent."""
         self._num_turns = 0
         self._num_lower_turns = 0
         self.num_tokens = 0
-        """Expected cost of all that wait."""
+        """Expected cost of all waiting requests."""
 
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
 
     def num_of(self, tenant: str) -> int:
-        """Requests of this tenant that wait."""
+        """Return the number of the tenant's waiting requests."""
         return self._num_waiting.get(tenant, 0)
 
     def push(self, waiting: QueuedRequest) -> None:
-        """Behind those of its tenant and class that are due before it or with it."""
+        """Add a request, after those of its tenant and priority that are not due later."""
         self._classes.setdefault(waiting.priority, _Class()).push(waiting)
         self._num_waiting[waiting.tenant] = self.num_of(waiting.tenant) + 1
         self.num_for[waiting.pool] += 1
         self.num_tokens += waiting.num_tokens
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """It waits no longer: cancelled, or its time is over."""
+        """Remove a request that was cancelled or is past its deadline."""
         self._classes[waiting.priority].remove(waiting)
         self._forget(waiting)
 
     def pop(
         self, is_blocked: IsBlocked = lambda tenant: False, full: Collection[str] = ()
     ) -> QueuedRequest | None:
-        """Take out the next request; None: none may be served. `full`: pools without a place; a
-        request for another one passes those that wait for them."""
+        """Remove and return the next request; None: none may be served. `full`: pools without a
+        free place; requests of other pools pass those that wait for them."""
         for priority in self._turn():
             waiting = self._classes[priority].pop(is_blocked, full)
             if waiting is not None:
@@ -346,11 +344,11 @@ class FairQueue:
         return None
 
     def longest(self) -> str | None:
-        """The tenant with most requests waiting."""
+        """Return the tenant with most waiting requests; None: the queue is empty."""
         return max(self._num_waiting, key=lambda tenant: self._num_waiting[tenant], default=None)
 
     def newest_of(self, tenant: str) -> QueuedRequest | None:
-        """The tenant's request that is due last, of its least urgent class."""
+        """Return the tenant's request that is due last, of its lowest priority."""
         for priority in sorted(self._classes):
             line = self._classes[priority].lines.get(tenant)
             if line is not None:
@@ -358,15 +356,15 @@ class FairQueue:
         return None
 
     def position(self, waiting: QueuedRequest) -> tuple[int, int]:
-        """Where it stands in the line of its tenant and class, from 1, and how many stand there."""
+        """Return its position in its tenant's line, from 1, and the length of that line."""
         requests = self._classes[waiting.priority].lines[waiting.tenant].requests
         return requests.index(waiting) + 1, len(requests)
 
     def tokens_ahead(
         self, newcomer: QueuedRequest, is_blocked: IsBlocked = lambda tenant: False
     ) -> float:
-        """What will about be served before `newcomer`, if nothing else comes, itself left out. Only
-        requests of its pool count: others do not wait for the same."""
+        """Return an estimate of the tokens served before `newcomer`, if no other request arrives.
+        Only requests of its pool count: others do not wait for the same places."""
         ahead, pool = 0.0, newcomer.pool
         for priority, of_class in self._classes.items():
             if priority > newcomer.priority:
@@ -378,7 +376,7 @@ class FairQueue:
             elif priority == newcomer.priority:
                 own = of_class.lines.get(newcomer.tenant)
                 own_tokens = own.tokens_before(newcomer) if own is not None else 0
-                # While its own line is served to its end, others get as much by their weights.
+                # While its own line is served up to it, other tenants get as much by their weights.
                 turns = (own_tokens + newcomer.num_tokens) / newcomer.weight
                 ahead += own_tokens + sum(
                     min(line.num_tokens[pool], turns * line.weight + QUANTUM_TOKENS)
@@ -388,7 +386,7 @@ class FairQueue:
         return ahead
 
     def check_integrity(self) -> None:
-        """Raises: Internal naming the law that is broken."""
+        """Check counts and order. Raises: Internal naming the broken invariant."""
         counts: dict[str, int] = {}
         num_for = Counter[str]()
         num_tokens = 0
@@ -412,7 +410,7 @@ class FairQueue:
             raise Internal("the admission queue's counts differ from its lines")
 
     def _turn(self) -> Iterator[int]:
-        """Priorities in the order in which they are asked this turn."""
+        """Return the priorities in the order in which they are tried this turn."""
         falling = sorted(self._classes, reverse=True)
         if len(falling) > 1 and self._num_turns % LOWER_EVERY == LOWER_EVERY - 1:
             place = 1 + self._num_lower_turns % (len(falling) - 1)
@@ -438,21 +436,24 @@ _RETRY_S = 1.0
 def is_expected(
     seen_s: Mapping[str, float], here: Collection[str], now_s: float, wait_s: float
 ) -> bool:
-    """Whether a worker is away that may soon be there: it served, or was starting, less than
-    `wait_s` ago.
+    """Return whether a worker is away that may come back: it served, or was starting, less than
+    `wait_s` seconds ago.
 
-    Args: seen_s: when each worker of the role last served or was starting, by id. here: those that
-        serve now.
+    Args: seen_s: time when each worker of the role last served or was starting, by id. here: ids
+        of the workers that serve now.
     """
     return any(now_s - at_s < wait_s for name, at_s in seen_s.items() if name not in here)
 
 
 class Holding:
-    """See the module."""
+    """Hold of requests for a model that has no worker yet; see the module docstring.
+
+    Invariant: `num_held` is the number of callers that are held inside `wait`.
+    """
 
     def __init__(self, hold_s: float, max_requests: int) -> None:
-        """hold_s: how long one request is held at most where no worker is expected; 0: not at
-        all."""
+        """Args: hold_s: longest hold of a request while no worker is expected; 0: none.
+        max_requests: most requests that are held at once."""
         self._hold_s = hold_s
         self._max_requests = max_requests
         self._waiting: set[asyncio.Future[None]] = set()
@@ -460,11 +461,11 @@ class Holding:
 
     @property
     def is_on(self) -> bool:
-        """Whether requests are held where no worker is expected."""
+        """Whether requests are held while no worker is expected."""
         return self._hold_s > 0
 
     def look(self) -> None:
-        """Who may serve may have changed: all that are held look again."""
+        """Wake all held requests: the usable workers may have changed."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -476,12 +477,15 @@ class Holding:
         on_held: Callable[[], None],
         is_coming: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Until `find` does not raise Unavailable any more.
+        """Wait until `find` does not raise Unavailable any more. Return whether it had to wait.
 
-        Args: on_held: called when it must wait. is_coming: whether the missing workers are
-            expected; while it holds, only `deadline` ends the wait.
-        Returns: whether it had to. Raises: NoCapacity when as many are held as may; Unavailable,
-        the last one of `find`, when the time is up; DeadlineExceeded.
+        Returns False at once, even while workers are missing, where holding is off and no worker is
+        expected.
+
+        Args: on_held: called when the wait begins. is_coming: returns whether the missing workers
+            are expected; while they are, only `deadline` ends the wait.
+        Raises: NoCapacity when as many requests are held as allowed; Unavailable, with the last
+            problem that `find` raised, after `hold_s`; DeadlineExceeded.
         """
         if _problem(find) is None or not (self.is_on or is_coming()):
             return False
@@ -511,7 +515,7 @@ class Holding:
         return True
 
     def check_integrity(self) -> None:
-        """Raises: Internal when more wait for news than are held."""
+        """Check the counts. Raises: Internal when more callers wait than are held."""
         if len(self._waiting) > self.num_held:
             raise Internal(f"{len(self._waiting)} wait for workers, {self.num_held} are held")
 
@@ -534,19 +538,19 @@ def _problem(find: Callable[[], object]) -> Unavailable | None:
 
 
 REASONS = ("rate", "queue", "tenant_queue", "deadline", "pushed_out")
-"""Why requests are refused: over a rate limit; the queue is full, or the tenant's part of it; its
-time cannot suffice; it gave way to a tenant with fewer.
+"""Reasons of refusals: over a rate limit; the queue is full, or the tenant's part of it; the
+deadline cannot be met; the request gave way to a tenant with fewer waiting requests.
 """
 
 DEFAULT_STEP_TOKENS = 512
-"""Most tokens of a step while no prefill worker has said its own."""
+"""Assumed most tokens of a step while no prefill worker has reported its own."""
 
 _MAX_RETRY_S = 600.0
 
 
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """One request, before any work. Tokens are estimates: nothing is tokenized yet."""
+    """One request as admission sees it; token counts are estimates before tokenization. A value."""
 
     tenant: str
     priority: int
@@ -554,62 +558,62 @@ class AdmissionRequest:
     max_output_tokens: int
     model: str = ""
     num_places: int = 0
-    """Places that it takes at a decode worker of the model, one for each sample or beam; 0: it
-    needs no decode worker."""
+    """Places that the request takes at a decode worker of the model, one for each sample or beam;
+    0: it needs no decode worker."""
 
     @property
     def num_tokens(self) -> int:
-        """What it is expected to cost."""
+        """Expected cost: prompt tokens plus most output tokens; at least 1."""
         return max(1, self.num_prompt_tokens + self.max_output_tokens)
 
 
 @dataclass(eq=False)
 class AdmissionEntry:
-    """One request before the admission, for its why-record. It outlives the request."""
+    """Admission record of one request, for `explain`. It outlives the request."""
 
     arrival: int = 0
-    """Its number among the requests that came, from 1; 0: it did not come as far."""
+    """Number among the requests that asked for admission, from 1; 0: it has not asked."""
     turn: int = 0
-    """Its number among those that were admitted, from 1; 0: it was not."""
+    """Number among the admitted requests, from 1; 0: it was not admitted."""
     place: _Place | None = None
-    """While it waits."""
+    """Entry in the queue while the request waits."""
 
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """Where a request that waits stands now."""
+    """Queue position of a waiting request, and what it waits for. A value."""
 
     position: int
-    """In the line of its tenant and priority, from 1."""
+    """Position in the line of its tenant and priority, from 1."""
     num_in_line: int
     num_waiting: int
-    """In all lines."""
+    """Requests in all lines."""
     waits_for: str
     due_in_s: float
     expected_wait_s: float | None
-    """Until its turn; None: not known yet."""
+    """Expected wait until the request starts; None: not known yet."""
 
 
 @dataclass(eq=False)
 class AdmissionTicket:
-    """One active request. It says what it uses: `num_tokens_used` counts up as that is known."""
+    """Ticket of one active request, through which it reports progress and used tokens."""
 
     asked: AdmissionRequest
     on_change: Callable[[AdmissionTicket, int, int], None]
-    """Called with the tokens and places that are left ahead of it."""
+    """Called with the ticket and its new `tokens_ahead` and `places_ahead`."""
     tokens_ahead: int
-    """Of its prompt; 0 once its first token is out."""
+    """Prompt tokens that count as ahead; 0 once the first output token is out."""
     places_ahead: int
-    """Those it needs; 0 once a decode worker has taken it on, and counts them itself."""
+    """Decode places that it needs; 0 once a decode worker took it on and counts them itself."""
     num_tokens_used: int = 0
 
     def on_reserved(self) -> None:
-        """A decode worker has taken it on."""
+        """Record that a decode worker has taken the request on."""
         if self.places_ahead:
             self.on_change(self, self.tokens_ahead, 0)
 
     def on_tokens(self, num_tokens: int) -> None:
-        """So many of its tokens are out; with the first ones another prompt may follow."""
+        """Record generated tokens; with the first ones another prompt may start."""
         self.num_tokens_used += num_tokens
         if self.tokens_ahead or self.places_ahead:
             self.on_change(self, 0, 0)
@@ -617,19 +621,19 @@ class AdmissionTicket:
 
 @dataclass
 class AdmissionCounts:
-    """Since start."""
+    """Counters of one router since its start."""
 
     num_asked: int = 0
     num_admitted: int = 0
     num_waited: int = 0
-    """Of them, those that had to wait."""
+    """Admitted requests that had to wait."""
     refused: Counter[str] = field(default_factory=Counter)
-    """By reason, one of REASONS."""
+    """Refused requests by reason, one of REASONS."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """Who waits for its turn."""
+    """One waiting request with the future that its turn resolves."""
 
     asked: AdmissionRequest
     entry: AdmissionEntry
@@ -638,7 +642,7 @@ class _Place:
 
 
 class Admission:
-    """See the module."""
+    """Admission control of one router; see the module docstring."""
 
     def __init__(
         self,
@@ -650,10 +654,14 @@ class Admission:
         has_decode_place: Callable[[str, int], bool] = lambda model, num_ahead: True,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`limits_of`: a tenant's own limits, None: it has none of its own. `step_tokens`: most
-        tokens of one step of each prefill worker; of at least one. `has_decode_place`: whether the
-        model's decode workers have a place left, beside so many of requests that are on their way
-        there; `look` is to be called when there may be one.
+        """Create the admission of one router, without requests.
+
+        Args:
+            limits_of: returns a tenant's own limits; None: it has none.
+            step_tokens: returns the most tokens of one step for each prefill worker; never empty.
+            has_decode_place: returns whether the model's decode workers have a free place, beside
+                the given number for admitted requests that have not reached them yet. Call `look`
+                when this may have changed.
         """
         self._settings = settings
         self._rates = rates
@@ -677,27 +685,29 @@ class Admission:
 
     @property
     def num_active(self) -> int:
-        """Requests being served."""
+        """Number of active requests."""
         return len(self._active)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._places)
 
     @property
     def problem(self) -> str:
-        """What is not as it should be; empty: nothing."""
+        """Problem of the rate limits, for the cluster status; empty: none."""
         return self._rates.problem
 
     @asynccontextmanager
     async def admit(
         self, asked: AdmissionRequest, deadline: Deadline, entry: AdmissionEntry | None = None
     ) -> AsyncIterator[AdmissionTicket]:
-        """Run the body as an active request; `entry` is kept up to date meanwhile.
+        """Run the body as an active request, after a wait in the queue where needed.
 
-        Raises: NoCapacity before any work, with the time after which a retry makes sense;
-            DeadlineExceeded in the queue.
+        `entry` is kept up to date meanwhile.
+
+        Raises: NoCapacity when the request is refused, with the time after which a retry makes
+            sense; DeadlineExceeded when the deadline passes in the queue.
         """
         entry = entry if entry is not None else AdmissionEntry()
         self.counts.num_asked += 1
@@ -710,7 +720,7 @@ class Admission:
             yield ticket
         except asyncio.CancelledError:
             if ticket is not None:
-                # Its client left while the prompt was computed: nobody gets that for nothing.
+                # The client left while the prompt was computed: that work is charged.
                 used = max(ticket.num_tokens_used, asked.num_prompt_tokens)
                 ticket.num_tokens_used = used
             raise
@@ -722,11 +732,11 @@ class Admission:
             self._give_back(asked.tenant, limits, asked.num_tokens - used)
 
     async def _charge(self, asked: AdmissionRequest, limits: TenantLimits) -> None:
-        """Raises: NoCapacity over a rate limit."""
+        """Charge the request's rate limits. Raises: NoCapacity when it is over one."""
         take = self._rates.take(asked.tenant, limits, asked.num_tokens)
         try:
             if limits.max_tokens_per_min:
-                # Who is cancelled here may be charged all the same: then it comes back.
+                # A request cancelled here may be charged all the same: then the charge is returned.
                 charging = asyncio.create_task(take)
                 try:
                     await asyncio.shield(charging)
@@ -749,11 +759,11 @@ class Admission:
         await self._rates.give_back(asked.tenant, limits, asked.num_tokens)
 
     async def close(self) -> None:
-        """See to the end what is under way to Redis; bounded by its timeout."""
+        """Wait until all returned tokens are in Redis; bounded by the timeout of Redis calls."""
         await asyncio.gather(*self._giving_back)
 
     def standing(self, entry: AdmissionEntry) -> QueuePosition | None:
-        """None: it does not wait (any more)."""
+        """Return the request's queue position; None: it does not wait (any more)."""
         place = entry.place
         if place is None or place.waiting not in self._places:
             return None
@@ -769,7 +779,7 @@ class Admission:
         )
 
     def _lacking(self, waiting: QueuedRequest) -> str:
-        """What there is none of for a request that waits."""
+        """Return what a waiting request waits for, with the setting that bounds it."""
         if self._is_blocked(waiting.tenant):
             return "the end of a request of its tenant (max_active_requests)"
         if len(self._active) >= self._settings.max_active_requests:
@@ -779,11 +789,11 @@ class Admission:
         return "the first tokens of prompts before it (router.admission.num_steps_ahead)"
 
     def look(self) -> None:
-        """Decode workers may have places by now."""
+        """Start waiting requests: decode workers may have free places."""
         self._start_next()
 
     def check_integrity(self) -> None:
-        """Raises: Internal naming the law that is broken."""
+        """Check the queue and the counts. Raises: Internal naming the broken invariant."""
         self._queue.check_integrity()
         if len(self._places) != len(self._queue):
             raise Internal(f"{len(self._places)} wait for {len(self._queue)} places in the queue")
@@ -806,8 +816,8 @@ class Admission:
     ) -> AdmissionTicket:
         self._start_next()
         pool = asked.model if asked.num_places else ""
-        # Room that is left now is for no request that waits: those are held up by their tenants'
-        # bounds, or for want of places of another model.
+        # Waiting requests cannot use the room that is left: their tenants are at their bounds, or
+        # another model has no free place.
         if self._has_room() and not self._is_blocked(asked.tenant) and not self._is_full(pool):
             return self._enter(asked, entry)
         due_s = self._clock() + patience_s(deadline.left_s())
@@ -830,13 +840,13 @@ class Admission:
                 self._queue.remove(waiting)
                 self._start_next()
             elif not place.turn.cancelled() and place.turn.exception() is None:
-                self._leave(place.turn.result())  # its turn had come in the same moment
+                self._leave(place.turn.result())  # its turn came in the same moment
             raise
         finally:
             entry.place = None
 
     def _check_time(self, waiting: QueuedRequest, deadline: Deadline) -> None:
-        """Raises: NoCapacity when the request's time would be over before its turn."""
+        """Raises: NoCapacity when the expected wait is longer than the time to the deadline."""
         wait_s = self._wait_s(waiting)
         left_s = deadline.left_s()
         if wait_s is not None and wait_s > left_s:
@@ -848,7 +858,10 @@ class Admission:
             )
 
     def _make_place(self, waiting: QueuedRequest, limits: TenantLimits) -> None:
-        """Raises: NoCapacity when the queue is full and nobody has to give way."""
+        """Make room in the queue, if needed by refusing the newest request of the longest tenant.
+
+        Raises: NoCapacity when the queue is full and no other request has to give way.
+        """
         bound = limits.max_queued_requests or self._settings.max_queued_per_tenant
         if self._queue.num_of(waiting.tenant) >= bound:
             raise self._full("tenant_queue", waiting, f"{bound} requests of your tenant wait")
@@ -874,7 +887,7 @@ class Admission:
         return NoCapacity(f"{said}; try again in {retry_s:.0f} s", retry_after_s=retry_s)
 
     def _wait_s(self, waiting: QueuedRequest) -> float | None:
-        """How long it would wait; None: not known."""
+        """Return the expected wait of a request in seconds; None: not known."""
         rate = self._paces[waiting.pool].tokens_per_s(self._clock())
         if rate is None:
             return None
@@ -886,8 +899,11 @@ class Admission:
         return len(self._active) < settings.max_active_requests and self._tokens_ahead < bound
 
     def _is_full(self, pool: str) -> bool:
-        """Whether a further request would wait for a place at its decode worker. One free place is
-        enough for a request with several samples: so many as it has may never be free at once."""
+        """Return whether a further request would wait for a place at a decode worker of the pool.
+
+        One free place is enough for a request with several samples: as many places as it needs may
+        never be free at once.
+        """
         return bool(pool) and not self._has_decode_place(pool, self._places_ahead[pool])
 
     def _is_blocked(self, tenant: str) -> bool:
@@ -898,7 +914,7 @@ class Admission:
         return self._own_limits_of(tenant) or self._others
 
     def _enter(self, asked: AdmissionRequest, entry: AdmissionEntry) -> AdmissionTicket:
-        # One step less than a worker's part: something else fits beside a long prompt.
+        # One step less than a worker's part: another prompt fits beside a long one.
         most = max(1, self._settings.num_steps_ahead - 1) * max(self._step_tokens())
         tokens_ahead = min(asked.num_prompt_tokens, most)
         ticket = AdmissionTicket(asked, self._on_change, tokens_ahead, asked.num_places)
@@ -911,7 +927,7 @@ class Admission:
         return ticket
 
     def _start_next(self) -> None:
-        """Requests that there is room for begin, in the queue's order."""
+        """Start the waiting requests that there is room for, in the queue's order."""
         full = set[str]()
         while self._places and self._has_room():
             full = {pool for pool in self._queue.num_for if self._is_full(pool)}
@@ -919,13 +935,13 @@ class Admission:
             if waiting is None:
                 break
             place = self._places.pop(waiting)
-            if not place.turn.done():  # else it is on its way out
+            if not place.turn.done():  # else the request is leaving already
                 self._paces[waiting.pool].on_start(self._clock(), waiting.num_tokens)
                 self.counts.num_waited += 1
                 place.turn.set_result(self._enter(place.asked, place.entry))
         has_room, now_s = self._has_room(), self._clock()
         for pool in {*self._paces, *self._queue.num_for}:
-            # A wait for the end of the same tenant's requests says nothing of the cluster's pace.
+            # A wait for the same tenant's requests to end tells nothing of the cluster's rate.
             is_held_up = not has_room or pool in full
             is_backlog = pool in self._queue.num_for and is_held_up
             self._paces[pool].on_backlog(now_s, is_backlog=is_backlog)
@@ -946,7 +962,7 @@ class Admission:
         self._start_next()
 
     def _give_back(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Off the request's path: its client waits for nothing of this."""
+        """Give unused tokens back in the background: the client does not wait for it."""
         if limits.max_tokens_per_min and num_tokens:
             self._in_background(self._rates.give_back(tenant, limits, num_tokens))
 

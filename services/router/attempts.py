@@ -1,11 +1,12 @@
-"""Attempts under way, by (tenant, request id): at most one runs, the newest.
+"""`Attempts`: table of the requests in flight, by tenant and request id; of each id at most the
+newest attempt runs.
 
-The same id with the same body: the older attempt is cancelled, and the new one starts when it is
-over. With another body: refused. Life of an attempt: waiting -> running -> over; ended early, by a
-newer attempt or with the router, from waiting and running alike.
+A new attempt with the same id and body cancels the older one and starts when that has ended. With
+another body it is refused. States: waiting -> running -> over; a newer attempt, or the router's
+shutdown, ends an attempt early from either state.
 
-Law: an attempt is in the table from `admit` until its context is left; attempts of one id share one
-body. One loop.
+Invariant: an attempt is in the table from `admit` until its context is left, and all attempts of
+one id have the same body. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from process.rpc_errors import (
 
 Key = tuple[str, str]
 _RETRY_S = 1.0
-"""After the end of a router; another one, or its next life, serves then."""
+"""Retry time after a refusal by a router that stops: another or a restarted one serves then."""
 
 
 @dataclass(eq=False)
 class Attempt:
-    """One attempt to serve one request."""
+    """One attempt to serve a request. `digest`: of the request body."""
 
     tenant: str
     request_id: str
@@ -40,26 +41,26 @@ class Attempt:
     task: asyncio.Task[object]
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     ended_by: BatonError | None = None
-    """What an attempt that was ended early ends with."""
+    """Error with which the attempt was ended early; None: it was not."""
 
     @property
     def key(self) -> Key:
         return self.tenant, self.request_id
 
     def end(self, error: BatonError) -> None:
-        """End it early, with `error`; one that was ended already keeps its own."""
+        """End the attempt early with `error`; an attempt ended before keeps its error."""
         if self.ended_by is None:
             self.ended_by = error
             self.task.cancel()
 
 
 class Attempts:
-    """The table of attempts."""
+    """Table of the attempts in flight; see the module docstring."""
 
     def __init__(self, *, max_requests: int, supersede_wait_s: float) -> None:
         self._max_requests = max_requests
         self._supersede_wait_s = supersede_wait_s
-        # Oldest first; the first one runs, the others wait for it to be over.
+        # Oldest first; the first one runs, the others wait until it has ended.
         self._attempts: dict[Key, list[Attempt]] = {}
         self._num_attempts = 0
         self._none_left = asyncio.Event()
@@ -68,26 +69,25 @@ class Attempts:
 
     @property
     def num_attempts(self) -> int:
-        """Running and waiting."""
+        """Number of attempts, running and waiting."""
         return self._num_attempts
 
     @asynccontextmanager
     async def admit(
         self, tenant: str, request_id: str, digest: bytes, deadline: Deadline
     ) -> AsyncIterator[Attempt]:
-        """Run the body as the one attempt of this id, in the current task.
+        """Run the body as the only running attempt of this id, in the current task.
 
-        Raises: AlreadyExists when the id runs with another body; NoCapacity when too many requests
-            are in flight;
-            Unavailable when the old attempt did not end in time, or the router ends; Cancelled when
-            a newer attempt came.
+        Raises: AlreadyExists when the id is in flight with another body; NoCapacity when too many
+            requests are in flight; Unavailable when the older attempt did not end in time, or the
+            router stops; Cancelled when a newer attempt took over.
         """
         attempt = self._enter(tenant, request_id, digest)
         try:
             await self._wait_for_turn(attempt, deadline)
             yield attempt
         except asyncio.CancelledError:
-            # Our own cancel, as asyncio.timeout does it; one from outside as well must go on.
+            # Our own cancel, as in asyncio.timeout; one from outside must still propagate.
             if attempt.ended_by is not None and attempt.task.uncancel() == 0:
                 raise attempt.ended_by from None
             raise
@@ -95,8 +95,9 @@ class Attempts:
             self._leave(attempt)
 
     async def drain(self, for_s: float, last_words_s: float) -> None:
-        """Let attempts finish for `for_s`. Those that are left then, and all that come later, end
-        with Unavailable; returns when none is left, or `last_words_s` later.
+        """Let attempts finish for `for_s` seconds, then end the rest and refuse new ones.
+
+        Those end with Unavailable. Returns when none is left, at most `last_words_s` later.
         """
         if await self._is_empty_within(for_s):
             self._is_closed = True
@@ -107,7 +108,7 @@ class Attempts:
         await self._is_empty_within(last_words_s)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when the table breaks its law."""
+        """Check the table. Raises: Internal when its invariant is broken."""
         if self._num_attempts != sum(len(attempts) for attempts in self._attempts.values()):
             raise Internal("in-flight count differs from the table")
         for key, attempts in self._attempts.items():

@@ -1,13 +1,9 @@
-"""Who asks: what authentication found out about the client behind a request.
+"""`Caller` and `ApiKeys`: the client behind a request, and its authentication by API key.
 
-The edge (gRPC, HTTP) makes one for each request and hands it to the front desk. Knows no keys and
-no headers. A value.
-
-API keys: who a client is by the key that it sends.
-
-The file is `process.api_keys`'. An unknown id is compared, too: the time of an answer tells no ids.
-The file is read again when it changes; a key that was taken out of it is refused from the next
-request on. One asyncio loop.
+The gRPC and HTTP ports make one `Caller` per request. The format of the key file is
+`process.api_keys`'. The file is read again when it changes: a key removed from it is refused from
+the next request on. An unknown key id is compared with a digest as well, so that response times do
+not reveal which ids exist. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -26,39 +22,39 @@ from protos import inference_pb2
 from services.router import identity
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
-"""Of a caller whom no key binds: all that the wire can say."""
+"""Priorities of a caller without a key's bounds: the whole range of int32."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """See the module."""
+    """What authentication found out about the client behind a request. A value."""
 
     tenant: str = ""
-    """Tenant that the client proved to be of; empty: nobody is asked to prove it, and the request
-    names its own.
+    """Tenant of the client's API key; empty: keys are not required, and the request names its
+    tenant.
     """
 
     key_id: str = ""
-    """Which API key it sent; no secret. Empty: keys are not asked for."""
+    """Id of the API key, which is no secret; empty: keys are not required."""
 
     is_admin: bool = False
-    """Whether it may see the whole cluster."""
+    """Whether the caller may see the whole cluster."""
 
     min_priority: int = LEAST_PRIORITY
-    """Least priority of its requests."""
+    """Lowest priority that its requests may have."""
 
     max_priority: int = MOST_PRIORITY
-    """Most priority of its requests."""
+    """Highest priority that its requests may have."""
 
     def check_admin(self) -> None:
-        """Raises: PermissionDenied unless this caller may see the whole cluster."""
+        """Check for an admin. Raises: PermissionDenied unless the caller is one."""
         if not self.is_admin:
             raise PermissionDenied(
                 "this needs an admin's API key; `baton api-key add --admin` makes one"
             )
 
     def check_priority(self, request: inference_pb2.GenerateRequest) -> None:
-        """Raises: PermissionDenied for a priority that the caller's key does not allow."""
+        """Check the priority. Raises: PermissionDenied when the caller's key does not allow it."""
         if not self.min_priority <= request.priority <= self.max_priority:
             raise PermissionDenied(
                 f"priority: is {request.priority}, your API key allows {self.min_priority} to "
@@ -66,9 +62,9 @@ class Caller:
             )
 
     def tenant_of(self, request: inference_pb2.GenerateRequest) -> str:
-        """The tenant that `request` is served for.
+        """Return the tenant that `request` is served for.
 
-        Raises: PermissionDenied when the request names another than the caller's.
+        Raises: PermissionDenied when the request names a tenant other than the caller's.
         """
         if not self.tenant:
             return request.tenant or identity.DEFAULT_TENANT
@@ -78,7 +74,7 @@ class Caller:
 
 
 ANYBODY = Caller(is_admin=True)
-"""A client that proved nothing, where nothing is asked for."""
+"""Caller of every request where API keys are not required."""
 
 
 _NO_DIGEST = "0" * 64
@@ -86,22 +82,23 @@ _HELP = "send `Authorization: Bearer <key>`; `baton api-key add` makes one"
 
 
 class ApiKeys:
-    """The keys of a running router."""
+    """API keys of a running router, from a watched file."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: unix seconds. Raises: SettingsError when the file cannot be used."""
+        """Args: clock: returns unix seconds. Raises: SettingsError when the file cannot be used."""
         self._file = WatchedFile("api_keys_file", [path], lambda: api_keys.load(path))
         self._clock = clock
 
     @property
     def tenants(self) -> Mapping[str, TenantLimits]:
-        """Limits of the tenants that have their own."""
+        """Limits of the tenants that have their own, by tenant."""
         return self._file.get().tenants
 
     def caller_of(self, authorization: str) -> Caller:
-        """Who sends this header.
+        """Return the caller with this authorization header.
 
-        Raises: Unauthenticated; the key is never part of the message.
+        Raises: Unauthenticated when the key is missing, malformed, unknown, wrong or expired; the
+            message never contains the key.
         """
         scheme, _, key = authorization.strip().partition(" ")
         if not authorization:

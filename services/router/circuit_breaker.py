@@ -1,17 +1,17 @@
-"""Whom this router mistrusts, and until when: workers that failed a call.
+"""`Probation`: a circuit breaker per worker, for workers that failed a call of this router.
 
-    TRUSTED    nothing against it (and nothing is kept)
-    PAUSED     it failed: the last choice, until its pause is over; each failure doubles the pause
-    PROBING    the pause is over: it is asked whether it lives
-    HALF_OPEN  it answered: the next request that is chosen for it may try
-    TRIED      one request tries: what comes of it decides; others see it as the last choice
+    TRUSTED    no failure (nothing is kept)
+    PAUSED     it failed: the last choice until its pause is over; each failure doubles the pause
+    PROBING    the pause is over: a health probe is under way
+    HALF_OPEN  the probe succeeded: the next request that is placed there tries the worker
+    TRIED      one request tries it and decides; for other requests it is the last choice
 
-Only a request that a worker served clears it: one that greets well and fails at work comes back at
-ever longer pauses. Another life under the same id is trusted. The clock is the caller's; no I/O.
-One asyncio loop.
+Only a request that the worker served makes it TRUSTED: a worker that answers probes and fails
+requests comes back after ever longer pauses. A new incarnation under the same id is trusted.
+`Probation` does no I/O, and its clock is given.
 
-Asks workers under suspicion whether they live, when their pause is over: one status call with a
-short deadline. What an answer is worth is `probation`'s business. One asyncio loop, one task.
+`Prober` is the task that probes workers after their pause: one status call each, with a short
+deadline. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from services.router.worker_views import WorkerView
 
 
 class Suspicion(Enum):
-    """See the module."""
+    """State of a worker's circuit breaker; see the module docstring."""
 
     TRUSTED = "trusted"
     PAUSED = "paused"
@@ -58,17 +58,17 @@ ALLOWED: dict[Suspicion, frozenset[Suspicion]] = {
 
 @dataclass(frozen=True)
 class _Record:
-    """Of one life that is not trusted."""
+    """Record of one worker incarnation that is not trusted. A value."""
 
     incarnation: str
     standing: Suspicion
     num_failures: int
-    """Since it last served a request."""
+    """Failures since the worker last served a request."""
     retry_at_s: float
 
 
 class Probation:
-    """See the module."""
+    """Circuit breakers of all workers, by worker id; see the module docstring."""
 
     def __init__(
         self,
@@ -78,25 +78,25 @@ class Probation:
         clock: Clock,
         jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.0),
     ) -> None:
-        """first_s, most_s: the first pause, and the longest. jitter: a factor of each pause, so
-        that routers do not probe together."""
+        """Args: first_s, most_s: first and longest pause. jitter: returns a factor for each pause,
+        so that routers do not probe at the same time."""
         self._first_s = first_s
         self._most_s = most_s
         self._clock = clock
         self._jitter = jitter
         self._records: dict[str, _Record] = {}
         self.on_change: list[Callable[[str], None]] = []
-        """Called with the id of a worker whose standing changed."""
+        """Callbacks for a change of state, called with the worker id."""
 
     def standing(self, worker_id: str, incarnation: str) -> Suspicion:
-        """Of this life."""
+        """Return the state of this incarnation."""
         record = self._records.get(worker_id)
         if record is None or record.incarnation != incarnation:
             return Suspicion.TRUSTED
         return record.standing
 
     def is_suspect(self, worker_id: str, incarnation: str) -> bool:
-        """Whether it should be the last choice."""
+        """Return whether the worker should be the last choice."""
         if not self._records:
             return False
         standing = self.standing(worker_id, incarnation)
@@ -104,11 +104,11 @@ class Probation:
 
     @property
     def num_mistrusted(self) -> int:
-        """Workers that are not trusted now."""
+        """Number of workers that are not TRUSTED."""
         return len(self._records)
 
     def failed(self, worker_id: str, incarnation: str) -> None:
-        """A call to it failed."""
+        """Record that a call to the worker failed."""
         record = self._records.get(worker_id)
         known = record is not None and record.incarnation == incarnation
         num_failures = record.num_failures + 1 if record is not None and known else 1
@@ -120,15 +120,19 @@ class Probation:
         self._tell(worker_id)
 
     def served(self, worker_id: str, incarnation: str) -> None:
-        """It answered a request, whatever it said."""
+        """Record that the worker answered a request, even with an error status."""
         if self.standing(worker_id, incarnation) is not Suspicion.TRUSTED:
             del self._records[worker_id]
             self._tell(worker_id)
 
     @contextmanager
     def trial(self, worker_id: str, incarnation: str) -> Iterator[None]:
-        """A request's call to it runs in the body: how it ends counts for the worker, or for nobody
-        where it ends by our own doing."""
+        """Run a request's call to the worker in the body and record how it ends.
+
+        Unavailable counts as a failure. Success and any other error status count as an answer. A
+        deadline, a cancellation or another exception says nothing about the worker. Exceptions
+        pass through.
+        """
         tries = self.standing(worker_id, incarnation) is Suspicion.HALF_OPEN
         if tries:
             self._move(worker_id, Suspicion.TRIED)
@@ -149,7 +153,7 @@ class Probation:
         self.served(worker_id, incarnation)
 
     def due(self) -> Sequence[tuple[str, str]]:
-        """Those to be probed now, (id, incarnation); each is PROBING until `probed`."""
+        """Return the workers to probe now as (id, incarnation); each is PROBING until `probed`."""
         now = self._clock()
         found = [
             (worker_id, record.incarnation)
@@ -161,7 +165,7 @@ class Probation:
         return found
 
     def probed(self, worker_id: str, incarnation: str, *, is_well: bool) -> None:
-        """What came of a probe. Nothing when something else has decided meanwhile."""
+        """Record the result of a probe; ignored when the worker's state changed meanwhile."""
         if self.standing(worker_id, incarnation) is not Suspicion.PROBING:
             return
         if is_well:
@@ -170,14 +174,14 @@ class Probation:
             self.failed(worker_id, incarnation)
 
     def reconcile(self, lives: Mapping[str, str]) -> None:
-        """Forget whoever is not among `lives` (incarnation by id): gone, or another life."""
+        """Forget the workers that are gone or restarted. `lives`: live incarnations by id."""
         for worker_id, record in list(self._records.items()):
             if lives.get(worker_id) != record.incarnation:
                 del self._records[worker_id]
                 self._tell(worker_id)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a record says nothing, or waits for longer than it may."""
+        """Check the records. Raises: Internal when one is trusted or pauses for too long."""
         latest_s = self._clock() + self._most_s
         for worker_id, record in self._records.items():
             if record.standing is Suspicion.TRUSTED or record.num_failures < 1:
@@ -186,7 +190,7 @@ class Probation:
                 raise Internal(f"probation pauses {worker_id} for too long")
 
     def _let_go(self, worker_id: str, incarnation: str, tries: bool) -> None:
-        """The trial ended without a word about the worker: another may try."""
+        """End a trial that told nothing about the worker: another request may try."""
         if tries and self.standing(worker_id, incarnation) is Suspicion.TRIED:
             self._move(worker_id, Suspicion.HALF_OPEN)
 
@@ -208,13 +212,13 @@ class Probation:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-"""Between two looks at who is due; far below the shortest pause that makes sense."""
+"""Interval of the prober's checks; far below the shortest sensible pause."""
 
 _MAX_AT_ONCE = 16
 
 
 class Prober:
-    """See the module."""
+    """Background task that sends health probes to suspect workers after their pause."""
 
     def __init__(
         self,
@@ -225,7 +229,8 @@ class Prober:
         on_probe: Callable[[str], None] = lambda outcome: None,
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """find: a worker by id, as the registry knows it. on_probe: told "ok" or "failed"."""
+        """Args: find: returns a worker of the registry by id. timeout_s: for one probe. on_probe:
+        called with "ok" or "failed"."""
         self._probation = probation
         self._find = find
         self._timeout_s = timeout_s
@@ -234,16 +239,16 @@ class Prober:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to probe whoever is due."""
+        """Start the probe task."""
         self._task = asyncio.create_task(self._probe_forever())
 
     async def stop(self) -> None:
-        """Stop."""
+        """Stop the probe task."""
         await end_tasks([self._task])
         self._task = None
 
     async def probe_due(self) -> None:
-        """Probe whoever is due now, and see it to its end."""
+        """Probe all workers that are due now; return when all probes have ended."""
         due = self._probation.due()
         slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
@@ -264,7 +269,7 @@ class Prober:
             await asyncio.sleep(_TICK_S)
             try:
                 await self.probe_due()
-            except Exception:  # the last line of defence: suspects must be met again
+            except Exception:  # the task must go on: it ends suspicion
                 logger.exception("probing_failed")
 
     async def _answers(self, worker_id: str, incarnation: str) -> bool:

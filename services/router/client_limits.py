@@ -1,21 +1,17 @@
-"""How far the event loop is behind, and how long a stream should pause for it between two messages.
+"""`Clients` holds the limits that the gRPC and HTTP ports share: memory for request bodies, read
+and idle times, and how long a client may stop reading.
 
-One message a token is what readers want and what costs: with more tokens than one process can send
-so, each stream's next tokens merge where they wait while it pauses, and all get through with fewer,
-larger messages. Nobody pauses while the loop keeps up; a pause grows while it does not, and shrinks
-again when it does. Bounded. One asyncio loop.
+- `Clients` authenticates the caller before a message is read and grants memory per tenant. Calls of
+  the port's other services (health, reflection) need no caller and share the memory of their host.
+- `StalledReaders` cancels a request when its client has taken nothing of the answer for `stall_s`,
+  so that the KV blocks become free. An `AnswerReader` marks when a message is written and when it
+  was taken; a timer checks all of them every `stall_s` / 8.
+- `LoopPace` measures how far the event loop is behind and tells streams how long to pause between
+  two messages. One message per token is what clients want, and expensive: during a pause the next
+  tokens of a stream merge into one message. There are no pauses while the loop keeps up; they grow
+  while it does not, up to a bound, and shrink again.
 
-Clients that ask and then take nothing: whoever lets an answer wait for `stall_s` has its request
-cancelled, so that the workers' blocks serve somebody who reads.
-
-An `AnswerReader` says when it begins to write and when its client took it, which costs next to
-nothing. A check every `stall_s` / 8 finds those that have waited too long. Knows no protocol and no
-request. One asyncio loop.
-
-What both client ports keep in bounds: how much is read for whom, and who takes no answer.
-
-A call's caller is asked for before its message is read; the port's other services (health,
-reflection) ask for none, and share the room of their host. Knows no request. One asyncio loop.
+Knows no protocol details and no request contents. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -37,26 +33,26 @@ from services.router.config import RouterLimits, RouterTimes
 
 _LOOK_S = 0.01
 _BEHIND_S = 0.004
-"""Later than this a timer does not come on a loop that keeps up: some 50 messages. Guessed."""
+"""Lag of a timer from which the loop counts as behind: some 50 messages. Guessed."""
 _GROWTH, _DECAY = 1.5, 0.8
 _FIRST_S, _MOST_S = 0.002, 0.05
-"""The longest is what a reader does not see."""
+"""Shortest and longest pause; a reader does not notice the longest."""
 
 
 class LoopPace:
-    """See the module."""
+    """Pause between two messages of a stream, from the lag of the event loop."""
 
     def __init__(self) -> None:
         self.pause_s = 0.0
-        """Of each stream after a message, now."""
+        """Current pause of each stream after a message."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start measuring the lag."""
         self._task = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """No pauses from here on."""
+        """Stop measuring; there are no pauses any more."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -64,8 +60,8 @@ class LoopPace:
         self.pause_s = 0.0
 
     def on_lag(self, lag_s: float) -> None:
-        """A timer came `lag_s` after its time. Whether our own work or somebody else's on our cores
-        made it late, fewer messages are what helps.
+        """Adapt the pause to a timer that fired `lag_s` late. Whether this process or another one
+        on the same cores is the cause, fewer messages help.
         """
         if lag_s > _BEHIND_S:
             self.pause_s = min(_MOST_S, max(_FIRST_S, self.pause_s * _GROWTH))
@@ -86,37 +82,37 @@ def reader_clock_s() -> float:
 
 
 class StalledReaders:
-    """See the module."""
+    """Watch over all answers being written: it cancels an answer when its client stalls."""
 
     def __init__(self, stall_s: float) -> None:
         self.num_stalled = 0
-        """Found so since the start."""
+        """Answers that were cancelled as stalled since the start."""
         self._stall_s = stall_s
         self._readers: set[AnswerReader] = set()
         self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def num_readers(self) -> int:
-        """Answers that are on their way."""
+        """Number of answers being written."""
         return len(self._readers)
 
     def reader(self) -> AnswerReader:
-        """Of one answer: a context around it. Raises at its end: Cancelled, if it stalled."""
+        """Return the context manager for one answer; its exit raises Cancelled if it stalled."""
         return AnswerReader(self)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when answers are not looked after."""
+        """Check the timer. Raises: Internal when answers are written and no check is due."""
         if self._readers and self._next_look is None:
             raise Internal(f"{len(self._readers)} answers are written, and nobody looks after them")
 
     def add(self, reader: AnswerReader) -> None:
-        """Look after it from now on."""
+        """Start watching an answer."""
         self._readers.add(reader)
         if self._next_look is None:
             self._look_later()
 
     def remove(self, reader: AnswerReader) -> None:
-        """No more."""
+        """Stop watching an answer."""
         self._readers.discard(reader)
 
     def _look_later(self) -> None:
@@ -135,32 +131,32 @@ class StalledReaders:
 
 
 class AnswerReader:
-    """One client, while its answer is written; see `StalledReaders.reader`."""
+    """Context manager around the writing of one answer; made by `StalledReaders.reader`."""
 
     __slots__ = ("_all", "_time", "_why", "waits_since_s")
 
     def __init__(self, readers: StalledReaders) -> None:
         self.waits_since_s: float | None = None
-        """When the message that its client has not taken yet was written; None: it took all."""
+        """Loop time when the message that was not taken yet was written; None: all were taken."""
         self._all = readers
         self._time = asyncio.timeout(None)
         self._why = ""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it was given up."""
+        """Whether the answer was cancelled."""
         return bool(self._why)
 
     def begin(self) -> None:
-        """A message is about to be written."""
+        """Record that a message is about to be written."""
         self.waits_since_s = reader_clock_s()
 
     def took(self) -> None:
-        """And was taken."""
+        """Record that the client took the message."""
         self.waits_since_s = None
 
     def end(self, why: str) -> None:
-        """Cancel what runs in this context. Once."""
+        """Cancel what runs in this context, with the reason `why`; only the first call counts."""
         if not self._why:
             self._why = why
             self._time.reschedule(0.0)
@@ -184,31 +180,31 @@ class AnswerReader:
 
 
 AUTHORIZATION = "authorization"
-"""Metadata with the API key, as HTTP's header."""
+"""gRPC metadata key of the API key, as the HTTP header."""
 
 
 class Clients:
-    """See the module."""
+    """Limits and counters that the gRPC and HTTP ports share; see the module docstring."""
 
     def __init__(self, limits: RouterLimits, times: RouterTimes) -> None:
         self.readers = StalledReaders(times.stall_s)
         self.read_s = times.read_s
-        """For a message, or a body, to arrive."""
+        """Time for a message or a body to arrive."""
         self.keep_alive_s = times.sse_keep_alive_s
-        """For which an event stream may be silent."""
+        """Longest silence of an event stream."""
         self.memory_budget = MemoryBudget(limits.max_intake_bytes, wait_s=times.intake_wait_s)
         self._limits = limits
         self._times = times
 
     def grant(self, caller: Caller, host: str, num_bytes: int | None) -> MemoryGrant:
-        """For one body. None: it does not say how long it is."""
+        """Return a memory grant for one body. `num_bytes`: None where its length is not known."""
         most = self._limits.max_request_bytes
         return self.memory_budget.grant(
             owner_of(caller, host), most if num_bytes is None else min(num_bytes, most)
         )
 
     def port_limits(self, service: str, caller_of: Callable[[str], Caller]) -> PublicPortLimits:
-        """The bounds of a gRPC port; `caller_of` is asked about calls of `service`."""
+        """Return the limits of a gRPC port; `caller_of` authenticates the calls of `service`."""
         prefix = f"/{service}/"
 
         def authenticate(method: str, context: Any) -> str:
@@ -224,7 +220,7 @@ class Clients:
         )
 
     def families(self, labels: Labels) -> Iterator[Metric]:
-        """For /metrics."""
+        """Yield the metrics for /metrics."""
         held = self.memory_budget.num_bytes
         text = "Requests' messages that are read or served, of limits.max_intake_bytes."
         yield gauge("baton_router_intake_bytes", text, labels, held)
@@ -236,13 +232,13 @@ class Clients:
         yield counter("baton_router_readers_stalled", text, labels, self.readers.num_stalled)
 
     def check_integrity(self) -> None:
-        """Raises: Internal naming the law that is broken."""
+        """Check the parts. Raises: Internal naming the broken invariant."""
         self.memory_budget.check_integrity()
         self.readers.check_integrity()
 
     @property
     def left(self) -> dict[str, int]:
-        """What must be 0 when nobody is served."""
+        """Counts that must be 0 when no request is served, by description."""
         return {
             "bytes taken in": self.memory_budget.num_bytes,
             "requests waiting to be read": self.memory_budget.num_waiting,
@@ -251,10 +247,10 @@ class Clients:
 
 
 def authorization_of(context: Any) -> str:
-    """Of a gRPC call; empty: it has none."""
+    """Return the authorization metadata of a gRPC call; empty: there is none."""
     return str(dict(context.invocation_metadata() or ()).get(AUTHORIZATION, ""))
 
 
 def owner_of(caller: Caller | None, host: str) -> str:
-    """Who shares room: those of one tenant; where nobody says who it is, those of one host."""
+    """Return the owner of memory: the caller's tenant, or its host where the tenant is unknown."""
     return caller.tenant if caller is not None and caller.tenant else f"host {host}"

@@ -1,7 +1,8 @@
-"""The why-record of one request as a message: what it waits for and where it stands in line, which
-workers were weighed, by which terms, and which won.
+"""`explain` returns how one request was scheduled: its queue position and what it waits for, the
+workers that were compared, their cost terms, and the chosen ones.
 
-Pure but for the looking up. Made only when somebody asks.
+Built from the request log, the admission queue and the placement log, only when a client asks.
+Reads state and changes none.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from services.router.request_stats import RequestLog
 from services.router.served_models import ServedModels
 
 _MAX_SHOWN = 8
-"""Ids in one error."""
+"""Most request ids in one error message."""
 
 _Found = tuple[str, Key, Sequence[PlacementDecision]]
-"""Model, request, its choices."""
+"""Model name, key of the request, its placement decisions."""
 
 _PATHS = {
     TransferPath.STORE: common_pb2.HANDOVER_PATH_STORE,
@@ -34,8 +35,10 @@ def explain(
     admission: Admission,
     request: inference_pb2.ExplainRequest,
 ) -> inference_pb2.ExplainReply:
-    """Raises: NotFound for a request that this router does not know (any more); InvalidArgument for
-    the beginning of several requests' ids.
+    """Return how a request was scheduled; the request is named by its id or a prefix of the id.
+
+    Raises: NotFound when this router does not know the request (any more); InvalidArgument when
+        several ids begin with the prefix.
     """
     reply = _known(models, log, admission, request.request_id, request.tenant)
     if reply is None:
@@ -52,8 +55,8 @@ def explain(
 def _known(
     models: ServedModels, log: RequestLog, admission: Admission, request_id: str, tenant: str
 ) -> inference_pb2.ExplainReply | None:
-    """Of the latest request of that id. Without an id: for which workers were chosen last, if there
-    is one; the others may wait."""
+    """Return the reply for the latest request with this id, or None. Without an id: for the request
+    that was placed last, since later ones may still wait."""
     reply = inference_pb2.ExplainReply()
     if found := _find(models, request_id, tenant):
         name, (tenant, request_id), decisions = max(found, key=lambda f: f[2][-1].decided_unix_s)
@@ -62,7 +65,7 @@ def _known(
     record = log.find(request_id, tenant)
     if record is not None:
         if not record.entry.turn:
-            del reply.decisions[:]  # of an earlier attempt
+            del reply.decisions[:]  # those of an earlier attempt
         reply.request_id, reply.tenant = record.request_id, record.tenant
         reply.model = record.model
         reply.request.CopyFrom(record.to_proto())
@@ -95,7 +98,7 @@ def _find(models: ServedModels, request_id: str, tenant: str) -> list[_Found]:
 
 
 def _whole_id(models: ServedModels, log: RequestLog, prefix: str, tenant: str) -> str:
-    """The only id that begins so; empty: none does. Raises: InvalidArgument where several do."""
+    """Return the only id with this prefix; empty: none. Raises: InvalidArgument for several."""
     chosen = {i for model in models for i in model.routing.decisions.ids_with(prefix, tenant)}
     ids = sorted(chosen | log.ids_with(prefix, tenant))
     if len(ids) > 1:

@@ -1,16 +1,14 @@
-"""The why-record: each choice of workers that this router made lately, with the very values that it
-was made from, by request.
+"""`Placer` chooses the workers of each request: it runs the routing policy over the candidates and
+records why.
 
-Policies are pure, so what was weighed against what is worked out when somebody asks (`weighed`),
-not for every request. Bounded: the oldest request is forgotten first, and of one request the
-oldest choices but the first. Nothing of a prompt is kept but its length. One asyncio loop.
+It joins the pure policy with the `WorkerDirectory` (candidates), `PrefixAffinity` (which workers
+should still have the KV of a conversation) and `Probation` (suspect workers). One placer serves one
+model. It makes no RPC: callers report how the chosen workers did.
 
-Placer: each request's choices of workers, made by the policy from what is known now, recorded
-with their reasons, and counted.
-
-Joins the pure policy with the candidates, with what workers should still have of a conversation,
-with whom this router mistrusts, and with the record of choices. Knows no RPC: what comes of a
-choice it is told. Of one model. One asyncio loop.
+`PlacementLog` keeps the latest choices by request, each as a `PlacementDecision` with the exact
+inputs of the policy. Policies are pure, so the comparison of the candidates is computed only on
+request (`weighed`). The log is bounded: the oldest request goes first, and of one request the
+oldest choice but the first. Of a prompt only its length is kept. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from services.router.worker_directory import AdapterContent, WorkerDirectory
 from services.router.worker_views import WorkerView
 
 MAX_CANDIDATES = 8
-"""Of each role, in one record."""
+"""Most candidates of each role that one record shows."""
 
 _MAX_PER_REQUEST = 8
 
@@ -45,10 +43,10 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """One choice."""
+    """One choice of workers, with the inputs of the policy. A value."""
 
     occasion: str
-    """Why there was something to choose: "first", or what went before."""
+    """Reason for the choice: "first", or the event that made another choice necessary."""
     policy: Policy
     pools: Pools
     ask: PlacementQuery
@@ -57,11 +55,11 @@ class PlacementDecision:
     decided_unix_s: float
 
     def weighed(self) -> list[Candidate]:
-        """The chosen workers and the best of the others."""
+        """Return the chosen workers and the cheapest of the others, with their cost terms."""
         return self.policy.weigh(self.pools, self.ask, self.choice, MAX_CANDIDATES)
 
     def attributes(self) -> Mapping[str, str | int | float | bool]:
-        """For a span: what was chosen, and why."""
+        """Return span attributes: what was chosen, and the cost terms."""
         choice = self.choice
         return {
             "baton.choice.occasion": self.occasion,
@@ -79,18 +77,18 @@ class PlacementDecision:
 
 
 class PlacementLog:
-    """See the module."""
+    """Bounded log of placement decisions, by tenant and request id."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._by_request: dict[Key, deque[PlacementDecision]] = {}
 
     def add(self, tenant: str, request_id: str, decision: PlacementDecision) -> None:
-        """Keep it; a choice that is somebody's first forgets an earlier attempt of the same id."""
+        """Keep the decision; a request's first one replaces those of an earlier attempt."""
         key = (tenant, request_id)
         prefixes = decision.ask.prefixes
         if prefixes.chains:
-            # No policy reads them, and those of one long prompt are half a megabyte.
+            # No policy reads the chains, and those of one long prompt take half a megabyte.
             ask = replace(decision.ask, prefixes=replace(prefixes, chains={}))
             decision = replace(decision, ask=ask)
         if decision.occasion == FIRST:
@@ -105,15 +103,15 @@ class PlacementLog:
     def find(
         self, request_id: str = "", tenant: str = ""
     ) -> tuple[Key, Sequence[PlacementDecision]] | None:
-        """The latest request of this id and tenant (empty: of any), and its choices, oldest first;
-        None when it is not known (any more)."""
+        """Return the latest request with this id and tenant (empty: any) and its decisions, oldest
+        first; None when it is not known (any more)."""
         for key in reversed(self._by_request):
             if tenant in ("", key[0]) and request_id in ("", key[1]):
                 return key, tuple(self._by_request[key])
         return None
 
     def ids_with(self, prefix: str, tenant: str = "") -> set[str]:
-        """The ids that begin so, of requests of this tenant (empty: of any)."""
+        """Return the request ids that begin with `prefix`, of this tenant (empty: of any)."""
         return {
             request_id
             for of_tenant, request_id in self._by_request
@@ -121,7 +119,7 @@ class PlacementLog:
         }
 
     def check_integrity(self) -> None:
-        """Raises: Internal when more is kept than may be."""
+        """Check the bounds of the log. Raises: Internal when more is kept than allowed."""
         if len(self._by_request) > self._max_requests:
             raise Internal(f"{len(self._by_request)} requests in the record of choices")
         if any(not 0 < len(kept) <= _MAX_PER_REQUEST for kept in self._by_request.values()):
@@ -141,38 +139,39 @@ DECODE_LEFT = "decode left"
 
 @dataclass(frozen=True)
 class RoutingQuery:
-    """One request while its workers are chosen."""
+    """One request while its workers are chosen. A value: each step returns a new one."""
 
     tenant: str
     request_id: str
     adapter: AdapterContent
     ask: PlacementQuery
     decision: PlacementDecision | None = None
-    """The last one."""
+    """Latest decision for the request."""
     fingerprint: str = ""
-    """Of the model that has drawn something already: no other may go on. Empty: any may."""
+    """Fingerprint of the model that has produced output already: no other may continue. Empty: any
+    may serve."""
     left: frozenset[str] = frozenset()
-    """Lives of decode workers that left the request: they are not asked again."""
+    """Incarnations of decode workers that abandoned the request: they are not asked again."""
     has_kv: bool = False
-    """Whether all that is known is handed over already: no prefill worker is needed."""
+    """Whether the KV of all known tokens is handed over already: no prefill worker is needed."""
 
     def details(self) -> Mapping[str, str | int | float | bool]:
-        """Of the last choice, for a trace."""
+        """Return span attributes of the latest decision."""
         return self.decision.attributes() if self.decision is not None else {}
 
     def may_use(self, load: WorkerLoad) -> bool:
-        """Whether it is another worker's turn, and of the right model."""
+        """Return whether the worker has the right model and has not abandoned the request."""
         is_right = not self.fingerprint or load.fingerprint == self.fingerprint
         return is_right and load.incarnation not in self.left
 
     def with_prefixes(self, prefixes: FoundPrefixes) -> RoutingQuery:
-        """The index was asked anew."""
+        """Return the query with the result of a new prefix lookup."""
         return replace(self, ask=replace(self.ask, prefixes=prefixes))
 
 
 @dataclass(frozen=True)
 class Placer:
-    """See the module."""
+    """Chooser of the workers for the requests of one model; it records and counts its choices."""
 
     candidates: WorkerDirectory
     policy: Policy
@@ -181,7 +180,7 @@ class Placer:
     probation: Probation
     metrics: RouterMetrics
     max_own_tokens: int
-    """Most prompt tokens that a decode worker may compute itself; 0: none, ever."""
+    """Most prompt tokens that a decode worker may compute itself; 0: it may compute none."""
     turns: Iterator[int]
 
     @classmethod
@@ -196,7 +195,7 @@ class Placer:
         num_decisions_kept: int,
         num_prefixes_kept: int,
     ) -> Placer:
-        """With nothing recorded yet."""
+        """Return a placer with an empty log."""
         return cls(
             candidates,
             policy,
@@ -217,7 +216,7 @@ class Placer:
         *,
         may_skip_prefill: bool,
     ) -> RoutingQuery:
-        """`ask`, with what this router knows beside: whose turn it is, and what lies where."""
+        """Return the query for a request: `ask` plus the turn and the KV that workers have."""
         num_blocks = self.candidates.num_blocks
         local = {
             incarnation: num_there * size
@@ -231,13 +230,14 @@ class Placer:
     def choose(
         self, asking: RoutingQuery, refused: Collection[str] = (), occasion: str = FIRST
     ) -> tuple[Choice, RoutingQuery]:
-        """Who serves, but for decode workers that refused. `occasion`: of the first choice.
+        """Return the workers for a request, without decode workers that refused it.
 
-        Raises: Unavailable.
+        Args: occasion: reason for the choice, for the log.
+        Raises: Unavailable when a role has no worker, or no two workers fit.
         """
         pools = self.pools(asking, refused)
         if asking.has_kv:
-            # Whoever it is has nothing to compute, and no prefill worker to wait for.
+            # No decode worker has to compute anything or to wait for a prefill worker.
             there = {load.incarnation: asking.ask.num_prompt_tokens for load in pools.decode}
             ask = replace(asking.ask, local=there, max_own_tokens=asking.ask.num_prompt_tokens)
             asking, pools = replace(asking, ask=ask), replace(pools, prefill=())
@@ -246,8 +246,8 @@ class Placer:
     def pools(
         self, asking: RoutingQuery, refused: Collection[str] = (), failed: Collection[str] = ()
     ) -> Pools:
-        """Who may be chosen from, but for decode workers that refused and prefill workers that
-        failed."""
+        """Return the workers that may serve, without decode workers that refused and without
+        prefill workers that failed."""
         pools = self.candidates.pools(asking.adapter, not_prefill=failed, not_decode=refused)
         if not (asking.fingerprint or asking.left):
             return pools
@@ -260,8 +260,10 @@ class Placer:
     def reserved(
         self, asking: RoutingQuery, choice: Choice, num_local: int
     ) -> tuple[Choice, RoutingQuery]:
-        """The decode worker has set blocks aside, and said how many prompt tokens it has already:
-        whether it computes the rest itself is decided by that.
+        """Return the choice after the decode worker reserved blocks and reported `num_local`.
+
+        Args: num_local: leading prompt tokens that the decode worker has KV of. With it the policy
+            decides again whether the worker computes the rest of the prompt itself.
         """
         if not asking.ask.max_own_tokens or choice.decode_id is None:
             return choice, asking
@@ -272,7 +274,7 @@ class Placer:
         pools = self.candidates.with_decode(pools, choice.decode_id, asking.ask)
         incarnation = pools.decode[0].incarnation
         if asking.ask.local.get(incarnation, 0) == num_local:
-            return choice, asking  # as it was thought
+            return choice, asking  # as expected
         local = {**asking.ask.local, incarnation: num_local}
         asking = replace(asking, ask=replace(asking.ask, local=local))
         return self._decide(asking, pools, RESERVED)
@@ -280,8 +282,9 @@ class Placer:
     def again(
         self, asking: RoutingQuery, failed: Collection[str], decode_id: str | None
     ) -> tuple[Choice, RoutingQuery] | None:
-        """Another prefill worker, for the decode worker that has blocks reserved already if there
-        is one; None: there is nobody else.
+        """Return another prefill worker after `failed` ones; None: there is no other.
+
+        Args: decode_id: the decode worker that has reserved blocks already, if there is one.
         """
         pools = self.pools(asking, failed=failed)
         if decode_id is not None:
@@ -290,13 +293,13 @@ class Placer:
             return None
         ask = replace(asking.ask, needs_decode=decode_id is not None, max_own_tokens=0)
         choice, asked = self._decide(replace(asking, ask=ask), pools, PREFILL_FAILED)
-        # The request still needs what it needed, though its decode worker be gone by now.
+        # The request needs decode or not as before, even if its decode worker is gone by now.
         whole = replace(asked.ask, needs_decode=asking.ask.needs_decode)
         return choice, replace(asked, ask=whole)
 
     @contextmanager
     def trial(self, worker: WorkerView) -> Iterator[None]:
-        """A request's call to `worker` runs in the body; its failure is held against it."""
+        """Run a request's call to `worker` in the body; a failure makes the worker suspect."""
         try:
             with self.probation.trial(worker.worker_id, worker.incarnation):
                 yield
@@ -305,14 +308,14 @@ class Placer:
             raise
 
     def failed(self, worker_id: str) -> None:
-        """A worker broke what it had begun."""
+        """Record that a worker failed in the middle of a request."""
         worker = self.candidates.find(worker_id)
         if worker is not None:
             self.probation.failed(worker_id, worker.incarnation)
             self.metrics.on_suspect(worker.role)
 
     def note_prompt(self, asking: RoutingQuery, layout: Layout, worker_ids: Sequence[str]) -> None:
-        """These workers have the prompt's KV now."""
+        """Record that these workers have the prompt's KV."""
         workers = [self.candidates.find(worker_id) for worker_id in worker_ids]
         chain = asking.ask.prefixes.chains.get(layout)
         if chain:
@@ -327,7 +330,7 @@ class Placer:
         drawn: Sequence[int],
         worker_id: str,
     ) -> None:
-        """This worker has the KV of the prompt, and of what it drew after it."""
+        """Record that this worker has the KV of the prompt and of the tokens it generated."""
         worker = self.candidates.find(worker_id)
         if worker is None:
             return
@@ -340,7 +343,7 @@ class Placer:
         self.conversations.note(hashes, [worker.incarnation])
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a law of its parts is broken."""
+        """Check the parts. Raises: Internal when an invariant of one is broken."""
         self.candidates.check_integrity()
         self.decisions.check_integrity()
         self.conversations.check_integrity()
@@ -355,7 +358,7 @@ class Placer:
             occasion, self.policy, pools, asking.ask, choice, took_s, time.time()
         )
         self.decisions.add(asking.tenant, asking.request_id, decision)
-        # What makes a worker the last choice is no time that anybody waits.
+        # Penalties are no estimates: they stay out of the metrics.
         real = {name: cost for name, cost in choice.why.items() if name not in policies.NAMES}
         self.metrics.on_choice(self.policy.name, self.policy.unit, real, took_s)
         logs.event(

@@ -1,93 +1,42 @@
-"""What a choice of workers is made from, and what it yields: values, and the Protocol that every
-policy keeps.
+"""`Policy` and its implementations: pure functions that choose the prefill and decode worker of a
+request.
 
-A policy is a pure function of `Pools` (one frozen look at the workers that may serve the request)
-and `PlacementQuery` (the request): no RPC, clock or randomness, so that all routers choose alike.
-Nothing in them is another tenant's: what is cached is the asker's own, since hashes are keyed by
-tenant. The policies are in `services/router/policies`.
+`Policy.choose` maps `Pools` (a frozen snapshot of the workers that may serve the request) and
+`PlacementQuery` (the request) to a `Choice`. A policy makes no RPC and reads no clock and no random
+number, so equal inputs give equal choices on all routers. Prefix hits are the tenant's own: block
+hashes are keyed by tenant. `make` returns the policy that the setting names:
 
-What it costs to move KV between a worker and a store, or a worker that lends its blocks: by what
-the workers measured, else by a guess. Pure.
+    joint         fewest estimated seconds until the answer can go on
+    prefix_aware  fewest prompt tokens to compute; then fewest requests at decode
+    least_load    fewest prompt tokens under way at prefill, fewest requests at decode
+    round_robin   each worker in turn, in the order of worker ids
 
-A link is measured once, when the two meet, perhaps on a machine that is busy starting. So links
-count in classes: those within a factor of the best healthy one of their kind (to a worker's own
-store, to another one, to a lender) are as good as that, and so are those that nobody has measured
-yet. Equal workers then cost exactly the same, and where a request goes is decided by load, prefixes
-and affinity, not by noise. Latencies are not counted at all: they are the noisiest, and small
-against what they would decide.
+Each is a `ScoredPolicy`; its `Scorer` only gives the cost terms of a worker or a pair. The rest is
+common to all:
 
-Which way a prompt's KV goes from one prefill to one decode worker, and what that costs. Pure.
-
-    STORE    prefill writes it into its store, decode reads it there. The way into the store is
-             hidden behind the computing, but for the last chunk's.
-    DIRECT   decode reads the prefill worker's own cache; the store is written behind.
-
-Where neither can be, decode computes the prompt again, and that is what the pair costs. Knows no
-queue, no load and no clock.
-
-What makes a worker the last choice, whatever the policy: suspicion, no room (blocks, or a place
-in its steps), too small a window.
-
-Costs are whole billionths of a policy's unit, so that sums are exact and equal workers tie exactly.
-Pure.
-
-What a prompt's prefix is worth at a prefill worker: how much of it need not be computed, from
-where it comes, and what that takes. Pure; made for one request, and remembered for all workers that
-have the same stores at the same distance.
-
-The cheapest pair of workers, found without looking at every pair. Pure.
-
-A pair costs what its prefill worker costs, plus its decode worker, plus the way between them; and
-the way depends on few things only: layout, whether both have one store, transports, what the prompt
-has lying at the decode worker. So decode workers are put into classes, of each class and store only
-the cheapest counts, and prefill workers that hand over alike are one group, of which only the
-cheapest counts. What was measured as slow breaks that for the nodes at its other end only: whoever
-hands over through such a node is weighed against each decode worker by itself. The result is that
-of trying all pairs (a test compares). O(workers + groups x stores).
-
-Among pairs of equal cost the prefill worker, then the decode worker, is found by rendezvous with
-the request's affinity: equal conversations meet the same workers, on whichever router.
-
-What all policies are made of: a search for the cheapest pair, the way that its KV goes, and the
-account of what was weighed. Pure.
-
-A policy itself says no more than what a worker costs it, by name: `Scorer`.
-
-Joint: the pair whose answer can go on soonest, in estimated seconds. Pure.
-
-prefill_queue    prompt tokens before this one
-prefill_compute  the uncached rest
-prefill_link     what its own store holds
-prefill_pull     what other stores hold
-prefill_scarce   a longer window than the prompt needs, where others have a shorter one
-handover_put     the last chunk's way into the store
-decode_link      the prompt's way to the decode worker, less what should lie there
-decode_compute   the prompt computed there: nothing can be moved, or it is short enough
-decode_disturb   what computing there costs those who stream from it
-decode_load      requests that run there
-decode_scarce    as for prefill
-
-Least load: the prefill worker with the fewest prompt tokens under way (counted in prompts like
-this one), and the decode worker with the fewest requests. Pure; knows no prefixes and no links.
-
-Prefix aware: the prefill worker that has the fewest tokens to compute before this prompt is
-done, its own uncached ones included; the decode worker with the fewest requests, of equal ones the
-one with most of the prompt lying there. Pure; costs are prompt tokens.
-
-The queue counts, or all prompts with one beginning would wait at one worker while others idle.
-
-Round robin: whose turn it is, among the workers in the order of their ids. Pure: the turn comes
-with the request. Who may not be taken is passed over by the next one.
-
-The policies that a router can choose workers by, each in a module of its own; pure.
-
-    joint         seconds until the answer could go on: queues, computing, bytes over links, load
-    prefix_aware  prompt tokens to be computed, then load
-    least_load    requests and tokens under way
-    round_robin   whose turn it is
-
-All of them search the pairs in one way (`search`), keep away from workers under suspicion or
-without room (`penalties`), and tell what they weighed. `make` is where a setting becomes a policy.
+- **Costs.** A pair costs its prefill worker, plus its decode worker, plus the handover of the KV.
+  Costs are whole billionths (`PARTS`) of the policy's unit, so that sums are exact and equal
+  workers tie exactly.
+- **Search.** `find_cheapest_pair` returns what trying all pairs would return, in
+  O(workers + groups x stores). The handover cost depends on little: layout, transports, whether
+  both workers have one store, and the part of the prompt that the decode worker has. So decode
+  workers form classes, of which only the cheapest of each store counts; prefill workers that hand
+  over alike form groups, of which only the cheapest counts. A prefill worker that hands over
+  through a node with a slow link is compared with each decode worker.
+- **Ties** are broken by rendezvous hashing of the request's affinity, prefill worker first: the
+  requests of one conversation meet the same workers, whichever router they come through.
+- **Penalties** (`NAMES`) make a suspect worker, or one without enough blocks or places, the
+  last choice. A worker with too short a context window is never chosen.
+- **Links** (`LinkCosts`). A link is measured once, when the worker meets the store or lender,
+  perhaps on a busy machine. So links count in classes: a link within a factor of the best healthy
+  one of its kind (own store, another store, lender) counts as that best, and so does an unmeasured
+  one. Equal workers then cost exactly the same, and noise decides nothing. Latency is not counted:
+  it is the noisiest figure, and small.
+- **Handover** (`plan_transfer`). STORE: prefill writes the KV into its store and decode reads it
+  there; computing hides all writes but the last chunk's. DIRECT: decode reads the prefill worker's
+  own cache, and the store is written later. Where neither works, decode computes the prompt again.
+- **Prefixes** (`PrefixCosts`). What a prefill worker need not compute, from which stores it fetches
+  that, and what the fetch costs.
 """
 
 from __future__ import annotations
@@ -115,7 +64,10 @@ DECODE = "decode"
 
 
 class TransferPath(Enum):
-    """See the module."""
+    """Path that a prompt's KV takes from the prefill to the decode worker.
+
+    STORE: through the prefill worker's store. DIRECT: out of the prefill worker's own cache.
+    """
 
     STORE = "store"
     DIRECT = "direct"
@@ -123,7 +75,7 @@ class TransferPath(Enum):
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """One worker as a choice sees it."""
+    """One worker as the policies see it: layout, capacity, load and links. A value."""
 
     worker_id: str
     fingerprint: str
@@ -131,28 +83,27 @@ class WorkerLoad:
     block_bytes: int
     num_blocks: int
     num_free_blocks: int
-    """Blocks that could be had now: free ones, and cached ones that nobody uses."""
+    """Blocks that can be allocated now: free ones, and cached ones that no request uses."""
     num_requests: int
-    """Waiting and running there, of all routers."""
+    """Requests that wait or run at the worker, from all routers."""
     num_queued_tokens: int
-    """Prompt tokens sent there by all routers, as far as they must be computed, not answered yet.
-    """
+    """Prompt tokens that the worker still has to compute, for requests of all routers."""
     store_node_id: str
-    """Its own store; empty: none."""
+    """Node id of the worker's own store; empty: none."""
     transport: str = ""
-    """How it reaches its own store."""
+    """Transport to the worker's own store."""
     remote_transport: str = ""
-    """How it reads what lies elsewhere; empty: never."""
+    """Transport for reads from other stores and lenders; empty: it cannot read them."""
     lender_node_id: str = ""
-    """Where decode workers read its own cache; empty: nowhere."""
+    """Node id under which decode workers read the worker's own cache; empty: they cannot."""
     links: Mapping[str, LinkView] = field(default_factory=dict)
-    """What it measured, by node."""
+    """Links that the worker measured, by node id."""
     is_suspect: bool = False
     incarnation: str = ""
     context_window: int = 0
-    """Tokens of one request that it can hold; 0: as many as it is asked for."""
+    """Most tokens of one request, prompt and output; 0: no limit."""
     num_free_places: int | None = None
-    """Of a decode worker: places for samples of further requests; None: it does not say."""
+    """Samples that a decode worker can still take on; None: the worker does not report it."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -160,12 +111,12 @@ class WorkerLoad:
 
     @cached_property
     def key(self) -> int:
-        """64 bits of its id, for rendezvous."""
+        """64-bit hash of the worker id, for rendezvous hashing."""
         return int.from_bytes(hashlib.blake2b(self.worker_id.encode(), digest_size=8).digest())
 
     @cached_property
     def place(self) -> tuple[str, int, int, str, bool, str]:
-        """Equal for workers that hand over and fetch alike, but for what they measured."""
+        """Key that is equal for workers that hand over and fetch alike, measured links aside."""
         return (
             self.fingerprint,
             self.block_size,
@@ -177,7 +128,7 @@ class WorkerLoad:
 
     @cached_property
     def kind(self) -> tuple[str, int, int, bool, bool, str, bool]:
-        """Equal for workers that hand over alike, wherever their stores are."""
+        """Key that is equal for workers that hand over alike, wherever their stores are."""
         return (
             self.fingerprint,
             self.block_size,
@@ -190,7 +141,7 @@ class WorkerLoad:
 
     @cached_property
     def here(self) -> tuple[object, ...]:
-        """`place` and `kind` together."""
+        """Key that is equal where `place`, `kind` and the context window are equal."""
         return *self.place, bool(self.lender_node_id), self.context_window
 
 
@@ -199,7 +150,7 @@ NOTHING_LOCAL: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PlacementQuery:
-    """One request as a choice sees it."""
+    """One request as the policies see it. A value."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -207,36 +158,36 @@ class PlacementQuery:
     prefixes: FoundPrefixes = NO_PREFIXES
     needs_decode: bool = True
     local: Mapping[str, int] = field(default_factory=lambda: NOTHING_LOCAL)
-    """Prompt tokens whose KV a worker should have in its own cache, since it had such a prompt
-    lately; by incarnation."""
+    """Number of leading prompt tokens with KV that should still be in a worker's own cache, by
+    incarnation."""
     turn: int = 0
-    """How many requests this router has asked for before."""
+    """Number of requests that this router placed before this one."""
     max_own_tokens: int = 0
-    """Most prompt tokens that a decode worker may compute itself; 0: none, ever."""
+    """Most prompt tokens that a decode worker may compute itself; 0: it may compute none."""
     window: int = 0
-    """Tokens of the prompt and its longest output together."""
+    """Tokens of the prompt plus the longest output of one sample."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who serves, and why: the terms of its cost."""
+    """The chosen workers of a request, the KV's path, and the cost terms that decided. A value."""
 
     prefill_id: str | None
-    """None: the decode worker computes the prompt itself."""
+    """Prefill worker; None: the decode worker computes the prompt itself."""
     decode_id: str | None
-    """None: the answer ends with its first token."""
+    """Decode worker; None: the answer ends with its first token."""
     why: Mapping[str, float]
-    """In the policy's unit; they add up to the cost."""
+    """Cost terms by name, in the policy's unit; `cost` is their sum."""
     num_pairs: int
-    """Pairs that could have served, and decode workers that could alone."""
+    """Number of pairs, and of decode workers alone, that could have served the request."""
     runs: tuple[StoreRun, ...] = ()
-    """Where the prefill worker finds the prefix."""
+    """Stores from which the prefill worker fetches the prefix, in order."""
     path: TransferPath = TransferPath.STORE
-    """Which way the prompt's KV goes to the decode worker."""
+    """Path of the prompt's KV to the decode worker."""
     num_computed: int = 0
-    """Prompt tokens that should have to be computed."""
+    """Prompt tokens that are expected to be computed, at whichever worker."""
     prefill_life: str = ""
-    """Incarnation of the prefill worker: another life under its id may hold another model."""
+    """Incarnation of the prefill worker: after a restart it may hold another model."""
 
     @property
     def cost(self) -> float:
@@ -245,19 +196,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Pools:
-    """The workers that may serve one request, as of one moment; ids are unique within a role."""
+    """Snapshot of the workers that may serve one request; ids are unique within a role."""
 
     prefill: tuple[WorkerLoad, ...]
     decode: tuple[WorkerLoad, ...]
     links: LinkCosts
     slow: Mapping[str, Mapping[str, SlowLink]]
-    """By worker, and the node at the other end; most have none."""
+    """Links that count as slower than their class, by worker id and node id; most have none."""
 
     @classmethod
     def of(
         cls, prefill: Sequence[WorkerLoad], decode: Sequence[WorkerLoad], costs: RouterCosts
     ) -> Pools:
-        """With link costs by what these workers measured."""
+        """Return the pools of these workers, with link costs from what they measured."""
         workers = [*prefill, *decode]
         links = LinkCosts(workers, costs)
         slow = {worker.worker_id: links.slow(worker) for worker in workers}
@@ -271,7 +222,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One worker as a policy weighed it, beside the other one of the winning pair."""
+    """One worker's cost terms, paired with the other worker of the chosen pair. A value."""
 
     worker_id: str
     role: str
@@ -284,69 +235,70 @@ class Candidate:
 
 
 class Policy(Protocol):
-    """Chooses the workers of a request."""
+    """Interface of a routing policy: it chooses the workers of a request."""
 
     @property
     def name(self) -> str:
-        """As the setting names it."""
+        """Name of the policy in the settings."""
         ...
 
     @property
     def unit(self) -> str:
-        """What its costs are counted in."""
+        """Unit of the policy's costs."""
         ...
 
     def choose(self, pools: Pools, ask: PlacementQuery) -> Choice:
-        """The cheapest way to serve `ask`. Workers of a pair have equal layouts; a worker under
-        suspicion, or one without room, is taken only where there is no other.
+        """Return the cheapest choice for `ask`. The workers of a pair have equal layouts. A suspect
+        worker, or one without room, is chosen only where there is no other.
 
-        Raises: Unavailable naming the role that is missing, or saying that no two workers fit.
+        Raises: Unavailable when a role has no worker, or no two workers have one layout.
         """
         ...
 
     def weigh(
         self, pools: Pools, ask: PlacementQuery, choice: Choice, limit: int
     ) -> list[Candidate]:
-        """What `choose` compared: of each role the chosen worker and the cheapest others, at most
-        `limit` of a role, each with the terms of its pair with the other chosen one.
+        """Return what `choose` compared: per role the chosen worker and the cheapest others, at
+        most `limit`, each with the cost terms of its pair with the other chosen worker.
         """
         ...
 
 
 def blocks_needed(num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
-    """Blocks that hold a prompt and all output tokens but the last, whose KV nobody needs."""
+    """Return the blocks that hold the KV of the prompt and of all output tokens but the last."""
     return -(-(num_prompt_tokens + max_tokens - 1) // block_size)
 
 
 _CLASS_FACTOR = 4
-"""Guessed: above what one machine's measurements differ by, below what a wrong path costs."""
+"""Factor within which links of one kind count as equal. Guessed: above the noise of one machine's
+measurements, below the cost of a wrong path."""
 
 _FAILED_FACTOR = 100
-"""A link that failed its measurement may still carry something: dear, not forbidden, since a worker
-that was busy when it started must not stay idle for ever. Guessed.
+"""Divisor of the guessed rate for a link that failed its measurement. The link is expensive, not
+forbidden: a worker that was busy when it started must not stay idle for ever. Guessed.
 """
 
 
 SlowLink = tuple[float, bool]
-"""What a link counts as, in bytes per second, and whether it is degraded."""
+"""Rate that a link counts with, in bytes per second, and whether the link is degraded."""
 
 
 class Linked(Protocol):
-    """A worker as far as this module cares."""
+    """The fields of a worker that `LinkCosts` reads."""
 
     @property
     def store_node_id(self) -> str:
-        """Its own store; empty: none."""
+        """Node id of the worker's own store; empty: none."""
         ...
 
     @property
     def links(self) -> Mapping[str, LinkView]:
-        """What it measured, by node."""
+        """Links that the worker measured, by node id."""
         ...
 
 
 class _Kind(Enum):
-    """Of a link, by what is at its other end."""
+    """Kind of a link: what is at its other end."""
 
     HOME = "the worker's own store"
     ELSEWHERE = "another node's store"
@@ -354,7 +306,10 @@ class _Kind(Enum):
 
 
 class LinkCosts:
-    """For one choice among `workers`."""
+    """Transfer times between workers and the stores or lenders, for one set of workers.
+
+    Links count in classes, as the module docstring says.
+    """
 
     def __init__(self, workers: Iterable[Linked], costs: RouterCosts) -> None:
         self._guess_bytes_per_s = costs.link_bytes_per_s
@@ -368,10 +323,10 @@ class LinkCosts:
     def move_s(
         self, worker: Linked, node_id: str, num_bytes: float, as_good_as: str | None = None
     ) -> float:
-        """Seconds that `num_bytes` take from a store or lender into the worker.
+        """Return the seconds that `num_bytes` take from a store or lender into the worker.
 
-        Args: as_good_as: another node, whose link this one is weighed against: in the same class it
-            costs no more than that.
+        Args: as_good_as: another node. A link in the same class as the link to that node costs no
+            more than that one.
         """
         rate = self._rate(worker, node_id)
         if as_good_as is not None:
@@ -379,7 +334,7 @@ class LinkCosts:
         return num_bytes / rate
 
     def slow(self, worker: Linked) -> Mapping[str, SlowLink]:
-        """Those of its links that do not count like the best of their kind, by node."""
+        """Return the worker's links that do not count as the best of their kind, by node id."""
         found = {}
         for node_id, link in worker.links.items():
             rate, kind = self._rate(worker, node_id), _kind(worker, node_id)
@@ -388,7 +343,7 @@ class LinkCosts:
         return found
 
     def _rate(self, worker: Linked, node_id: str) -> float:
-        """Bytes per second, above 0."""
+        """Return the rate of the worker's link to a node: bytes per second, above 0."""
         link, kind = worker.links.get(node_id), _kind(worker, node_id)
         best = self._best[kind] or self._guess(kind)
         if link is None:
@@ -414,7 +369,7 @@ _SHARED_MEMORY = "shm"
 
 
 class TransferParty(Protocol):
-    """A worker as far as this module cares; each field as in `policy.WorkerLoad`."""
+    """The fields of a worker that `plan_transfer` reads; each as in `WorkerLoad`."""
 
     @property
     def block_size(self) -> int: ...
@@ -434,15 +389,15 @@ class TransferParty(Protocol):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """One pair's way, and its cost in seconds, term by term."""
+    """Path of the KV between one pair of workers, and its cost in seconds by term. A value."""
 
     path: TransferPath
     link_s: float = 0.0
-    """Into the decode worker."""
+    """Transfer into the decode worker."""
     put_s: float = 0.0
-    """Into the store, as far as decode must wait for it."""
+    """Write into the store, as far as decode must wait for it."""
     compute_s: float = 0.0
-    """The prompt once more, since nothing can be moved."""
+    """Computing the prompt again at the decode worker, where no KV can be moved."""
 
     @property
     def seconds(self) -> float:
@@ -457,10 +412,10 @@ def plan_transfer(
     costs: RouterCosts,
     links: LinkCosts,
 ) -> TransferPlan:
-    """The way of `num_tokens` prompt tokens from prefill worker `p` to decode worker `d`.
+    """Return the transfer of `num_tokens` prompt tokens from prefill `p` to decode worker `d`.
 
-    "direct" is a wish: it is followed where it can be. Where decode maps the slab that prefill
-    writes into, "auto" stays with the store: no wire is as good as the same memory.
+    Mode "direct" is a preference: the store is used where `d` cannot read from `p`. Mode "auto"
+    takes the faster path, but always the store where both workers map the same shared memory.
     """
     by_store = _by_store(p, d, num_tokens, costs, links)
     direct = None if mode == "store" else _direct(p, d, num_tokens, links)
@@ -475,7 +430,7 @@ def plan_transfer(
 
 
 def can_read(worker: TransferParty, node_id: str) -> bool:
-    """Whether a worker can read blocks of that store or lender at all."""
+    """Return whether the worker can read blocks of that store or lender."""
     return bool(node_id) and (node_id == worker.store_node_id or bool(worker.remote_transport))
 
 
@@ -488,7 +443,7 @@ def _by_store(
     return TransferPlan(
         TransferPath.STORE,
         link_s=links.move_s(d, p.store_node_id, num_bytes_of(num_tokens, d)),
-        # Reckoned as if it were read from there.
+        # The rate of reads stands in for that of writes.
         put_s=links.move_s(p, p.store_node_id, num_bytes_of(exposed, p)),
     )
 
@@ -506,7 +461,7 @@ def _direct(
 
 
 def _share_memory(p: TransferParty, d: TransferParty) -> bool:
-    """Whether both have the same slab mapped, and neither found it slow."""
+    """Return whether both workers map the same store's memory and neither found it degraded."""
     if not p.store_node_id or p.store_node_id != d.store_node_id:
         return False
     found = (worker.links.get(p.store_node_id) for worker in (p, d))
@@ -515,34 +470,34 @@ def _share_memory(p: TransferParty, d: TransferParty) -> bool:
 
 
 def num_bytes_of(num_tokens: int, worker: TransferParty) -> float:
-    """KV of so many tokens."""
+    """Return the bytes of KV of `num_tokens` tokens in the worker's layout."""
     return num_tokens * worker.block_bytes / worker.block_size
 
 
 PARTS = 10**9
-"""Of one unit."""
+"""Parts of one unit of cost."""
 
 _LAST_CHOICE = 10**8 * PARTS
-"""Above every real estimate: taken only when there is no other."""
+"""Penalty above every real estimate: the worker is chosen only where there is no other."""
 
 NO_WAY = _LAST_CHOICE // 4
-"""Nothing can be moved between the two, for a policy that does not reckon in time."""
+"""Cost of a pair between which no KV can be moved, for policies with a unit other than seconds."""
 
 _MOST = 1e6
-"""No other term is larger: a peer's measurement must not outweigh a suspicion."""
+"""Upper bound of every other term, in units: no measurement may outweigh a penalty."""
 
 
 NAMES = frozenset({"prefill_full", "prefill_suspect", "decode_full", "decode_suspect"})
-"""The terms that are no estimates."""
+"""Names of the terms that are penalties, not estimates."""
 
 
 def penalty_parts(value: float) -> int:
-    """A cost in whole parts, bounded."""
+    """Return a cost in whole parts, at most `_MOST` units."""
     return round(min(value, _MOST) * PARTS)
 
 
 def prefill_penalties(p: WorkerLoad, ask: PlacementQuery) -> dict[str, int]:
-    """By name; 0 where nothing is wrong."""
+    """Return the penalties of a prefill worker by name, in parts; 0 where there is none."""
     needed = blocks_needed(ask.num_prompt_tokens, 1, p.block_size)
     return {
         "prefill_full": _LAST_CHOICE // 2 if needed > p.num_blocks else 0,
@@ -551,7 +506,7 @@ def prefill_penalties(p: WorkerLoad, ask: PlacementQuery) -> dict[str, int]:
 
 
 def decode_penalties(d: WorkerLoad, ask: PlacementQuery) -> dict[str, int]:
-    """By name; 0 where nothing is wrong."""
+    """Return the penalties of a decode worker by name, in parts; 0 where there is none."""
     needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, d.block_size)
     return {
         "decode_full": _LAST_CHOICE // 2
@@ -562,7 +517,7 @@ def decode_penalties(d: WorkerLoad, ask: PlacementQuery) -> dict[str, int]:
 
 
 def prefill_penalty_sum(p: WorkerLoad, ask: PlacementQuery) -> int:
-    """All of `prefill_penalties`, without a mapping: this runs for every worker."""
+    """Return the sum of `prefill_penalties`, without a mapping: this runs for every worker."""
     cost = _LAST_CHOICE if p.is_suspect else 0
     if ask.num_prompt_tokens > p.num_blocks * p.block_size:
         cost += _LAST_CHOICE // 2
@@ -570,7 +525,7 @@ def prefill_penalty_sum(p: WorkerLoad, ask: PlacementQuery) -> int:
 
 
 def decode_penalty_sum(d: WorkerLoad, ask: PlacementQuery) -> int:
-    """All of `decode_penalties`, without a mapping."""
+    """Return the sum of `decode_penalties`, without a mapping: this runs for every worker."""
     cost = _LAST_CHOICE if d.is_suspect else 0
     needed = ask.num_prompt_tokens + ask.max_tokens - 1
     if needed > d.num_free_blocks * d.block_size or d.num_free_places == 0:
@@ -579,28 +534,32 @@ def decode_penalty_sum(d: WorkerLoad, ask: PlacementQuery) -> int:
 
 
 def fitting_workers(workers: Sequence[WorkerLoad], ask: PlacementQuery) -> list[WorkerLoad]:
-    """Those whose window holds the prompt and one output."""
+    """Return the workers with a context window that holds the prompt and one output."""
     window = ask.window
     return [w for w in workers if window <= w.context_window or not w.context_window]
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """At one worker."""
+    """What a prompt's prefix saves and costs at one prefill worker. A value."""
 
     runs: tuple[StoreRun, ...]
     num_computed: int
     """Prompt tokens left to compute."""
     link: int
-    """Cost of what its own store has, in parts."""
+    """Cost of fetching what the worker's own store has, in parts."""
     pull: int
-    """Cost of what other stores have."""
+    """Cost of fetching what other stores have, in parts."""
     num_pulled: int
-    """Prompt tokens that other stores have."""
+    """Prompt tokens that are fetched from other stores."""
 
 
 class PrefixCosts:
-    """See the module."""
+    """Value of one prompt's prefix at each prefill worker.
+
+    Made for one request. Results are kept per `place`, local tokens and slow links, so that workers
+    at the same distance from the same stores are computed once.
+    """
 
     def __init__(self, ask: PlacementQuery, costs: RouterCosts, pools: Pools) -> None:
         self._ask = ask
@@ -609,7 +568,7 @@ class PrefixCosts:
         self._known: dict[object, Prefix] = {}
 
     def of(self, p: WorkerLoad) -> Prefix:
-        """At `p`."""
+        """Return the prefix at `p`."""
         num_local = self._ask.local.get(p.incarnation, 0) if self._ask.local else 0
         slow = self._pools.slow.get(p.worker_id) if self._pools.slow else None
         key = (p.place, num_local, tuple(sorted(slow.items())) if slow else None)
@@ -619,7 +578,7 @@ class PrefixCosts:
         return prefix
 
     def _reckon(self, p: WorkerLoad, num_local: int) -> Prefix:
-        # The last prompt token is always computed: its logits are what the first draw needs.
+        # The last prompt token is always computed: the first sample needs its logits.
         num_cacheable = self._ask.num_prompt_tokens - 1
         links, runs = self._pools.links, self._runs(p)
         done = 0
@@ -627,7 +586,7 @@ class PrefixCosts:
         num_pulled = 0
         for run in runs:
             end = min(num_cacheable, (run.first_block + run.num_blocks) * p.block_size)
-            # What lies in its own cache is not fetched.
+            # Tokens in the worker's own cache are not fetched.
             num_tokens = max(0, end - max(done, num_local))
             done = max(done, end)
             seconds = links.move_s(p, run.node_id, num_bytes_of(num_tokens, p))
@@ -641,7 +600,7 @@ class PrefixCosts:
         return Prefix(runs, num_computed, penalty_parts(link_s), penalty_parts(pull_s), num_pulled)
 
     def _runs(self, p: WorkerLoad) -> tuple[StoreRun, ...]:
-        """What `p` should take from which store."""
+        """Return the runs that `p` should fetch, with their stores."""
         held = self._ask.prefixes.of(p.layout)
         if not held:
             return ()
@@ -652,7 +611,7 @@ class PrefixCosts:
             if not can_read(p, node_id):
                 return math.inf
             link, block_s = p.links.get(node_id), links.move_s(p, node_id, p.block_bytes)
-            # Only a link known to be bad is left out: the rate of computing is a guess.
+            # Only a degraded link is left out: the rate of computing is a guess.
             if link is not None and link.is_degraded:
                 is_worth_it = link.read_bytes_per_s > 0 and block_s < compute_s
                 return block_s if is_worth_it else math.inf
@@ -665,39 +624,39 @@ _MASK = 2**64 - 1
 
 
 class Scoring(Protocol):
-    """Costs of one request, in parts; each at least 0."""
+    """Costs that `find_cheapest_pair` asks for, of one request, in parts; each at least 0."""
 
     def prefill_cost(self, p: WorkerLoad) -> int:
-        """Of the prefill worker, whoever decodes: the sum of the two below."""
+        """Return the cost of the prefill worker: `prefill_shared` plus `prefill_load`."""
         ...
 
     def prefill_shared(self, p: WorkerLoad) -> int:
-        """The part that is equal for workers of equal `place` and measurements, that have as much
+        """Return the part that is equal for workers with equal `place`, slow links and local tokens
         of the prompt."""
         ...
 
     def prefill_load(self, p: WorkerLoad) -> int:
-        """The part that is each worker's own."""
+        """Return the part that depends on the worker's own load."""
         ...
 
     def decode_cost(self, d: WorkerLoad) -> int:
-        """Of the decode worker, whoever prefills."""
+        """Return the cost of the decode worker, independent of the prefill worker."""
         ...
 
     def way_cost(self, p: WorkerLoad, d: WorkerLoad) -> int:
-        """Of the handover; equal for workers of equal `place` and measurements."""
+        """Return the cost of the handover; equal for workers with equal `place` and links."""
         ...
 
     def own_cost(self, d: WorkerLoad) -> int | None:
-        """Of a decode worker that computes the prompt itself, beyond `decode_cost`; None: it must
-        not."""
+        """Return what a decode worker that computes the prompt itself costs beyond `decode_cost`;
+        None: it may not."""
         ...
 
 
 @dataclass(frozen=True)
 class CheapestPair:
-    """Who serves: a pair, a prefill worker alone (the answer is one token), or a decode worker
-    alone (it computes the prompt itself)."""
+    """Result of the search: a pair, a prefill worker alone (the answer is one token), or a decode
+    worker alone (it computes the prompt itself). A value."""
 
     prefill: WorkerLoad | None
     decode: WorkerLoad | None
@@ -706,7 +665,7 @@ class CheapestPair:
 
 @dataclass
 class _Cheapest:
-    """The least cost so far, and all who have it."""
+    """The least cost so far, in parts (-1: none yet), and all workers with that cost."""
 
     cost: int = -1
     loads: list[WorkerLoad] = field(default_factory=list)
@@ -723,22 +682,22 @@ _Key = tuple[str, int, int, bool, str, int]
 
 @dataclass
 class _DecodeClass:
-    """Decode workers to whom handovers cost the same, but for whether their own store is in it."""
+    """Decode workers with equal handover costs, except for which store is their own."""
 
     key: _Key
     by_store: dict[str, _Cheapest] = field(default_factory=dict)
     ordered: list[tuple[int, str]] = field(default_factory=list)
-    """Least costs, with the store."""
+    """Least cost and node id of each store, ascending."""
 
     def elsewhere(self, store: str) -> _Cheapest | None:
-        """The cheapest of one store that is not `store`."""
+        """Return the cheapest workers of the cheapest store other than `store`."""
         for _, other in self.ordered[:2]:
             if not store or other != store:
                 return self.by_store[other]
         return None
 
     def as_cheap_elsewhere(self, store: str, cost: int) -> Iterable[WorkerLoad]:
-        """All that are not at `store` and cost so much."""
+        """Yield all workers of this cost that are not at `store`."""
         for of_store, other in self.ordered:
             if of_store > cost:
                 return
@@ -747,8 +706,13 @@ class _DecodeClass:
 
 
 def find_cheapest_pair(pools: Pools, ask: PlacementQuery, scoring: Scoring) -> CheapestPair:
-    """See the module. Raises: Unavailable naming the role that is missing, or saying that no two
-    workers fit.
+    """Return the cheapest workers for `ask`: a pair, or one worker alone where that is cheaper.
+
+    The result equals that of trying all pairs. Ties are broken by rendezvous hashing of the
+    affinity. A decode worker alone wins a tie with a pair.
+
+    Raises: Unavailable when a role has no worker with a long enough window, or no two workers have
+        one layout.
     """
     if not ask.needs_decode:
         return _prefill_only(pools, ask, scoring)
@@ -783,7 +747,7 @@ def _prefill_only(pools: Pools, ask: PlacementQuery, scoring: Scoring) -> Cheape
 
 
 class _PairFinder:
-    """One search. `prefill`: those whose window the request fits."""
+    """One search for a pair. `prefill`: the workers with a long enough context window."""
 
     def __init__(
         self, pools: Pools, ask: PlacementQuery, scoring: Scoring, decode: Sequence[WorkerLoad]
@@ -801,7 +765,7 @@ class _PairFinder:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of equal layout."""
+        """Number of pairs with equal layouts."""
         decode = Counter(d.layout for d in self._decode)
         return sum(
             number * decode[layout]
@@ -809,12 +773,12 @@ class _PairFinder:
         )
 
     def find(self) -> tuple[int, tuple[WorkerLoad, WorkerLoad] | None]:
-        """Its cost, and the pair; None: no two have one layout."""
+        """Return the least cost and the pair; (-1, None) where no two workers have one layout."""
         best = -1
         winners: list[_Cheapest] = []
         for group in sorted(self._groups, key=lambda group: group.cost):
             if 0 <= best < group.cost:
-                break  # ways and decode workers cost nothing less than nothing
+                break  # handovers and decode workers cost at least 0
             most = best - group.cost if best >= 0 else None
             for cost, _ in self._partners(group.loads[0], most):
                 whole = group.cost + cost
@@ -838,8 +802,10 @@ class _PairFinder:
     def _partners(
         self, p: WorkerLoad, most: int | None, *, all_ties: bool = False
     ) -> Iterable[tuple[int, Iterable[WorkerLoad]]]:
-        """Who may decode for `p` cheapest, by cost of decode and way; complete up to `most`, but
-        for those who cost the same elsewhere, of whom all come with `all_ties`.
+        """Yield the cheapest decode workers for `p`, with the cost of decode plus handover.
+
+        Complete up to cost `most`; of workers at different stores with equal costs, all are yielded
+        only with `all_ties`.
         """
         store, layout = p.store_node_id, p.layout
         if store in self._slow_nodes or p.lender_node_id in self._slow_nodes:
@@ -870,7 +836,7 @@ class _PairFinder:
         return cost
 
     def _put_link(self, p: WorkerLoad) -> SlowLink | None:
-        """How far its way into its own store is off what is usual."""
+        """Return the worker's link to its own store where that is slow, else None."""
         slow = self._slow.get(p.worker_id) if self._slow else None
         return slow.get(p.store_node_id) if slow else None
 
@@ -898,8 +864,8 @@ class _PairFinder:
         return list(classes.values())
 
     def _grouped(self) -> list[_Cheapest]:
-        """Prefill workers from whom a handover costs the same, whoever decodes, and to whom the
-        prompt is as near."""
+        """Return groups of prefill workers with equal handover and prefix costs, each with its
+        cheapest workers."""
         load_of, local = self._scoring.prefill_load, self._ask.local
         groups: dict[object, _Cheapest] = {}
         for p in self.prefill:
@@ -927,7 +893,7 @@ def _need(role: str, workers: Sequence[WorkerLoad], fitting: Sequence[WorkerLoad
 
 
 def _nearest(loads: Sequence[WorkerLoad], affinity: bytes) -> WorkerLoad:
-    """The one that rendezvous gives this affinity, whatever the order of `loads`."""
+    """Return the worker that rendezvous hashing gives this affinity; the order does not matter."""
     if len(loads) == 1:
         return loads[0]
     seed = int.from_bytes(affinity[:8])
@@ -935,21 +901,22 @@ def _nearest(loads: Sequence[WorkerLoad], affinity: bytes) -> WorkerLoad:
 
 
 def _mix(x: int) -> int:
-    """Each bit of the result depends on each of `x`: the finalizer of splitmix64."""
+    """Return the 64-bit finalizer of splitmix64: each result bit depends on each bit of `x`."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 Terms = Mapping[str, int]
-"""Parts of a cost, by name."""
+"""Terms of a cost by name, each in parts."""
 
 
 class Scorer(ABC):
-    """One request among one pool, as one policy weighs it: the `Scoring` of its search.
+    """Base of a policy's cost terms for one request among one set of pools; a `Scoring`.
 
-    `*_own` are what it reckons for each worker, `prefill_shared` what is equal for workers at the
-    same place; what makes a worker the last choice is added to them.
+    A subclass gives `prefill_own` and `decode_own` (what depends on the worker), `prefill_shared`
+    (what is equal for workers with equal `place`), and the same costs term by term (`*_terms`). The
+    penalties are added here.
     """
 
     def __init__(
@@ -964,7 +931,7 @@ class Scorer(ABC):
     @abstractmethod
     def prefill_own(self, p: WorkerLoad) -> int: ...
     def prefill_shared(self, p: WorkerLoad) -> int:
-        """See `find_cheapest_pair.Scoring`."""
+        """Return the part that is equal for workers with equal `place`; see `Scoring`."""
         return 0
 
     @abstractmethod
@@ -975,21 +942,21 @@ class Scorer(ABC):
     def decode_terms(self, d: WorkerLoad) -> Terms: ...
 
     def way_terms(self, p: WorkerLoad, d: WorkerLoad) -> Terms:
-        """Of the handover. That nothing can be moved costs in any unit."""
+        """Return the terms of the handover: `NO_WAY` where no KV can be moved, in any unit."""
         return {"decode_compute": NO_WAY if self.way(p, d).compute_s else 0}
 
     def own_terms(self, d: WorkerLoad) -> Terms:
-        """Of a decode worker that computes the prompt itself, which it may."""
+        """Return the terms of a decode worker that computes the prompt itself, where it may."""
         return {}
 
     def way(self, p: WorkerLoad, d: WorkerLoad) -> TransferPlan:
-        """How KV gets from `p` to `d`: what `d` should not have already."""
+        """Return the transfer from `p` to `d` of the prompt's KV that `d` should not have yet."""
         num_tokens = self.ask.num_prompt_tokens
         if self.ask.local:
             num_tokens -= min(num_tokens, self.ask.local.get(d.incarnation, 0))
         return plan_transfer(p, d, num_tokens, self.mode, self.costs, self.pools.links)
 
-    # What the search asks for: services.router.policies.search.Scoring.
+    # The methods of `Scoring`, for the search.
 
     def prefill_cost(self, p: WorkerLoad) -> int:
         return self.prefill_shared(p) + self.prefill_load(p)
@@ -1009,12 +976,12 @@ class Scorer(ABC):
         return sum(self.own_terms(d).values())
 
     def num_own(self, d: WorkerLoad) -> int:
-        """Prompt tokens that `d` would have to compute by itself."""
+        """Return the prompt tokens that `d` would compute if it served alone; at least 1."""
         num_tokens = self.ask.num_prompt_tokens
         return num_tokens - min(num_tokens - 1, self.ask.local.get(d.incarnation, 0))
 
     def terms(self, p: WorkerLoad | None, d: WorkerLoad | None) -> dict[str, int]:
-        """All of what a pair costs, by name."""
+        """Return all cost terms of a pair, or of one worker alone, by name."""
         terms: dict[str, int] = {}
         if p is not None:
             terms |= {**self.prefill_terms(p), **prefill_penalties(p, self.ask)}
@@ -1028,7 +995,7 @@ class Scorer(ABC):
 
 
 class ScoredPolicy(ABC):
-    """See the module."""
+    """Base of all policies: search for the cheapest pair by the costs of a `Scorer`."""
 
     name: str
     unit: str
@@ -1039,10 +1006,10 @@ class ScoredPolicy(ABC):
 
     @abstractmethod
     def scorer(self, pools: Pools, ask: PlacementQuery) -> Scorer:
-        """What the policy says of one request."""
+        """Return the policy's costs for one request among these pools."""
 
     def choose(self, pools: Pools, ask: PlacementQuery) -> Choice:
-        """As `services.router.policy.Policy` says."""
+        """Return the cheapest choice, as `Policy.choose` specifies."""
         scorer = self.scorer(pools, ask)
         found = find_cheapest_pair(pools, ask, scorer)
         p, d = found.prefill, found.decode
@@ -1063,7 +1030,7 @@ class ScoredPolicy(ABC):
     def weigh(
         self, pools: Pools, ask: PlacementQuery, choice: Choice, limit: int
     ) -> list[Candidate]:
-        """As `services.router.policy.Policy` says."""
+        """Return the compared workers, as `Policy.weigh` specifies."""
         scorer = self.scorer(pools, ask)
         p = next((p for p in pools.prefill if p.worker_id == choice.prefill_id), None)
         d = next((d for d in pools.decode if d.worker_id == choice.decode_id), None)
@@ -1111,7 +1078,22 @@ def _units(terms: Terms) -> dict[str, float]:
 
 
 class Joint(ScoredPolicy):
-    """See the module."""
+    """Policy that chooses the pair with the fewest estimated seconds until the answer can go on.
+
+    Terms:
+
+        prefill_queue    computing the prompt tokens queued before this request
+        prefill_compute  computing the uncached rest of the prompt
+        prefill_link     fetching what the prefill worker's own store holds
+        prefill_pull     fetching what other stores hold
+        prefill_scarce   a longer context window than needed, where others have a shorter one
+        handover_put     writing the last chunk into the store
+        decode_link      moving the prompt's KV, less what the decode worker should have
+        decode_compute   computing the prompt at the decode worker
+        decode_disturb   the delay of the requests that run there while it computes
+        decode_load      the requests that run there
+        decode_scarce    as for prefill
+    """
 
     name = "joint"
     unit = "s"
@@ -1121,11 +1103,13 @@ class Joint(ScoredPolicy):
 
 
 class _JointScorer(Scorer):
+    """The terms of `Joint`, in seconds."""
+
     def __init__(
         self, pools: Pools, ask: PlacementQuery, costs: RouterCosts, mode: HandoverMode
     ) -> None:
         super().__init__(pools, ask, costs, mode)
-        # Whole parts for each, so that what runs for every worker is a product of integers.
+        # Parts per token and per request, so that the loop over workers multiplies integers only.
         self._token = penalty_parts(1.0 / costs.prefill_tokens_per_s)
         self._request = penalty_parts(costs.decode_request_s)
         self._scarce = penalty_parts(costs.scarce_window_s)
@@ -1133,7 +1117,7 @@ class _JointScorer(Scorer):
             min([w.context_window for w in fitting_workers(workers, ask)], default=0)
             for workers in (pools.prefill, pools.decode)
         )
-        """Shortest window that suffices, at prefill and at decode."""
+        """Shortest context window that is long enough, at prefill and at decode."""
 
     def prefill_own(self, p: WorkerLoad) -> int:
         return p.num_queued_tokens * self._token
@@ -1174,12 +1158,18 @@ class _JointScorer(Scorer):
 
     def own_terms(self, d: WorkerLoad) -> Terms:
         compute = self.num_own(d) * self._token
-        # Each request that runs there waits as long as this one computes.
+        # Each request that runs there waits while this prompt is computed.
         return {"decode_compute": compute, "decode_disturb": compute * d.num_requests}
 
 
 class LeastLoad(ScoredPolicy):
-    """See the module."""
+    """Policy that chooses the least loaded workers.
+
+    At prefill: the fewest prompt tokens under way, counted in prompts of this request's length. At
+    decode: the fewest requests.
+
+    Prefixes and link speeds do not count.
+    """
 
     name = "least_load"
     unit = "requests"
@@ -1189,6 +1179,8 @@ class LeastLoad(ScoredPolicy):
 
 
 class _LoadScorer(Scorer):
+    """The terms of `LeastLoad`, in requests."""
+
     def prefill_own(self, p: WorkerLoad) -> int:
         return penalty_parts(p.num_queued_tokens / self.ask.num_prompt_tokens)
 
@@ -1203,11 +1195,16 @@ class _LoadScorer(Scorer):
 
 
 _LITTLE = PARTS // 1000
-"""What a token costs that is only further away: nearer is better, where all else is equal."""
+"""Cost of a token that must be fetched, not computed: it decides only between near equals."""
 
 
 class PrefixAware(ScoredPolicy):
-    """See the module."""
+    """Policy that chooses the prefill worker with the fewest prompt tokens to compute, and the
+    decode worker with the fewest requests, of equal ones the one with most of the prompt.
+
+    The prefill worker's queued tokens count as well: else all prompts with one prefix would wait at
+    one worker while others are idle. The unit is prompt tokens.
+    """
 
     name = "prefix_aware"
     unit = "tokens"
@@ -1217,6 +1214,8 @@ class PrefixAware(ScoredPolicy):
 
 
 class _PrefixScorer(Scorer):
+    """The terms of `PrefixAware`, in prompt tokens."""
+
     def __init__(
         self, pools: Pools, ask: PlacementQuery, costs: RouterCosts, mode: HandoverMode
     ) -> None:
@@ -1255,7 +1254,11 @@ class _PrefixScorer(Scorer):
 
 
 class RoundRobin(ScoredPolicy):
-    """See the module."""
+    """Policy that takes the workers in turn, in the order of their ids.
+
+    The turn comes with the request (`PlacementQuery.turn`). A worker that may not be taken is
+    skipped.
+    """
 
     name = "round_robin"
     unit = "turns"
@@ -1265,6 +1268,8 @@ class RoundRobin(ScoredPolicy):
 
 
 class _TurnScorer(Scorer):
+    """The terms of `RoundRobin`, in turns."""
+
     def __init__(
         self, pools: Pools, ask: PlacementQuery, costs: RouterCosts, mode: HandoverMode
     ) -> None:
@@ -1286,13 +1291,13 @@ class _TurnScorer(Scorer):
 
 
 def _turns(workers: Sequence[WorkerLoad], turn: int) -> dict[str, int]:
-    """How many come before each."""
+    """Return how many workers come before each one, by worker id."""
     names = sorted(worker.worker_id for worker in workers)
     return {name: (place - turn) % len(names) for place, name in enumerate(names)}
 
 
 def make(name: RoutingPolicy, costs: RouterCosts, mode: HandoverMode = "auto") -> Policy:
-    """The policy of that name. `mode`: which way KV goes from prefill to decode."""
+    """Return the policy with that name. `mode`: path of the KV from prefill to decode."""
     made: dict[RoutingPolicy, Policy] = {
         "joint": Joint(costs, mode),
         "prefix_aware": PrefixAware(costs, mode),

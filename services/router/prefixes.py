@@ -1,24 +1,20 @@
-"""Where a prompt's prefix lies over all stores together, as runs: whose blocks a prefill worker
-takes, in order and without gaps. Pure.
+"""`PrefixLookup` and `PrefixAffinity`: where a prompt's prefix has KV blocks, in stores and in the
+workers' own caches.
 
-Presence is prefix-closed at every store, so two runs are always enough: what the worker's own store
-holds, then the rest of what the store with the longest prefix holds. They are hints: each store
-checks under its own lease. Knows no index, no RPC and no clock.
+- `PrefixLookup` asks the index in Redis how many leading blocks of a prompt each store holds: one
+  round trip a prompt, for all stores and layouts. Hashes are keyed by the tenant's salt, so no
+  tenant finds another tenant's blocks. When Redis is slow or away, there are no hits, the request
+  goes on, and `problem` says so in the cluster status.
+- `plan_runs` picks the stores that a prefill worker fetches from. Presence is prefix-closed at
+  every store, so two runs are enough: what the worker's own store holds, then the rest of what the
+  store with the longest prefix holds.
+- `PrefixAffinity` remembers which workers this router had compute or decode which prompt, so that
+  the next turn of a conversation can go to the same worker. It is keyed by chain hash, which binds
+  the tenant, the model and all tokens before. An entry ends when the worker was sent so many blocks
+  since that its cache must have turned over, or when `max_entries` others were noted later.
 
-Which store holds how much of a prompt's prefix, by the index in Redis. Hints only: workers
-verify what they use.
-
-One round trip a prompt, however long it is, however many stores and layouts there are. A tenant's
-hashes are keyed by its salt, so that nobody meets what another tenant left. Redis slow or away: no
-hints, the request goes on, and `problem` says so in the cluster status. One asyncio loop.
-
-Which workers should still have which prompt's KV in their own caches, since this router had them
-compute or decode it: so that the next turn of a conversation can go where the last one was.
-
-Keyed by chain hash, which binds all tokens before it, the tenant and the model: nothing is found
-for other tokens, or for somebody else. Hints, never truth: what a worker really has it says when it
-is asked. A hint ends when so much was sent to its worker since that its cache must have turned
-over, and when others were used later. No I/O. One asyncio loop.
+All results are hints: stores check under their own leases, and workers report what they have. One
+asyncio loop.
 """
 
 from __future__ import annotations
@@ -41,12 +37,12 @@ from protos import common_pb2
 from services.router.worker_views import StoreView
 
 Layout = tuple[str, int]
-"""Model fingerprint and block size: the same tokens have other blocks in another layout."""
+"""Model fingerprint and block size in tokens; equal tokens have other blocks in each layout."""
 
 
 @dataclass(frozen=True)
 class StoreRun:
-    """Consecutive blocks of a prompt that one store holds, by the index."""
+    """Consecutive blocks of a prompt that one store holds, by the index. A value."""
 
     node_id: str
     first_block: int
@@ -55,17 +51,17 @@ class StoreRun:
 
 @dataclass(frozen=True)
 class FoundPrefixes:
-    """What the index knew of one prompt, and the very lives of the stores that were asked."""
+    """Result of a prefix lookup for one prompt, with the stores that were asked. A value."""
 
     held: Mapping[Layout, Mapping[str, int]] = field(default_factory=dict)
-    """Blocks of the prompt from its first on, by layout and store node."""
+    """Number of leading blocks of the prompt that are held, by layout and store node id."""
     stores: Mapping[str, StoreView] = field(default_factory=dict)
-    """By node id."""
+    """Stores that the index was asked about, by node id."""
     chains: Mapping[Layout, Sequence[bytes]] = field(default_factory=dict)
-    """The chain hashes of its full blocks, by layout."""
+    """Chain hashes of the prompt's full blocks, by layout."""
 
     def of(self, layout: Layout) -> Mapping[str, int]:
-        """Blocks by store node; empty when nobody holds any."""
+        """Return the number of leading blocks by store node id; empty when no store holds any."""
         return self.held.get(layout, {})
 
 
@@ -75,12 +71,12 @@ NO_PREFIXES = FoundPrefixes()
 def plan_runs(
     held: Mapping[str, int], home: str, distance: Callable[[str], float]
 ) -> tuple[StoreRun, ...]:
-    """The longest prefix over the union of all stores, for a worker whose own store is `home`.
+    """Return the runs that cover the longest prefix, for a worker with the own store `home`.
 
-    Args: held: blocks from the first on, by node. home: its node id; empty: the worker has no store
-        and cannot fetch. distance: less is nearer; infinite: nothing is fetched from there.
-    Returns: at most two runs, in order, without gaps, from block 0 on: home first, then the node
-        with the longest prefix beyond it, the nearest of equals, by name where that is equal too.
+    Args: held: number of leading blocks by node id. home: node id of the worker's store; empty: the
+        worker has none and cannot fetch. distance: of a node; infinite: nothing is fetched there.
+    Returns: at most two runs from block 0 on, without gaps: home first, then the node with the
+        longest prefix beyond it. Of equal nodes the nearest, then the first by id.
     """
     if not home:
         return ()
@@ -104,8 +100,10 @@ def plan_runs(
 def to_hints(
     runs: Sequence[StoreRun], stores: Mapping[str, StoreView]
 ) -> tuple[common_pb2.PrefixRun, ...]:
-    """The runs as a prefill worker is told of them; `stores` are the lives that the index was asked
-    about. A run whose store is not among them ends the list: hints have no gaps.
+    """Return the runs as messages to a prefill worker.
+
+    Args: stores: those that the index was asked about, by node id. A run of another store
+        ends the list: hints have no gaps.
     """
     hints: list[common_pb2.PrefixRun] = []
     for run in runs:
@@ -128,21 +126,21 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixIndexReader(Protocol):
-    """What the router needs of the index; `kvstore.index.PrefixIndex` in production."""
+    """Interface of the prefix index; `kvstore.index.PrefixIndex` in production."""
 
     async def lookup_all(
         self, chains: Sequence[Sequence[bytes]], nodes: Mapping[str, str]
     ) -> Sequence[Mapping[str, int]]:
-        """`nodes`: node id -> incarnation (hex). Returns: for each chain of hashes how many leading
-        ones each node holds.
+        """Return, for each chain of hashes, the number of leading ones that each node holds.
 
+        Args: nodes: incarnation (hex) by node id.
         Raises: Unavailable when Redis does not answer.
         """
         ...
 
 
 class PrefixLookup:
-    """Prefix hints for one prompt; the index has a bounded time for its answer."""
+    """Lookup of a prompt's prefix in the index, with a bounded time for the answer."""
 
     def __init__(
         self,
@@ -151,13 +149,13 @@ class PrefixLookup:
         *,
         timeout_s: float,
     ) -> None:
-        """`stores`: those alive now."""
+        """Args: stores: returns the stores alive now. timeout_s: for the index's answer."""
         self._index = index
         self._stores = stores
         self._timeout_s = timeout_s
         self._hashing = HashTurns()
         self.problem: str | None = None
-        """Why the last lookup found nothing it could trust; None when it worked."""
+        """Why the latest lookup failed; None when it worked."""
 
     async def find(
         self,
@@ -168,10 +166,12 @@ class PrefixLookup:
         *,
         drawn: Sequence[int] = (),
     ) -> FoundPrefixes:
-        """Blocks held, by layout and store node, for each layout with this adapter.
+        """Return the blocks that stores hold of a prompt, for each layout with this adapter.
+
+        Never raises for a failing index: it then returns the chains without hits.
 
         Args:
-            drawn: tokens behind these, where a request goes on elsewhere.
+            drawn: generated tokens after the prompt, where a request continues at other workers.
         """
         asked = sorted(layouts)
         if not self._stores() or not asked:
@@ -182,7 +182,7 @@ class PrefixLookup:
         chains: dict[Layout, Sequence[bytes]] = {}
         for fingerprint, block_size in asked:
             root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
-            # Not in a thread, which would hold the interpreter, and so the loop, for longer.
+            # Not in a thread: it would hold the interpreter, and so the loop, for longer.
             chains[fingerprint, block_size] = await self._hashing.chain(
                 root, cast("Sequence[int]", column), block_size
             )
@@ -203,21 +203,21 @@ class PrefixLookup:
 
 
 _EVERY = 8
-"""Of a prompt's blocks each eighth is noted, and its last one: a prompt that branches off in the
+"""Interval of the blocks that are noted, beside the last one: a prompt that branches off in the
 middle is found within 8 blocks of the branch."""
 
 _MAX_WORKERS = 4
-"""Workers known for one prefix, the latest."""
+"""Most workers that are kept for one prefix: the latest ones."""
 
 MAX_LIVES = 10_000
-"""Incarnations of workers that are kept; the one that was longest without a request goes first."""
+"""Most worker incarnations that are kept; the one longest without a request goes first."""
 
 _Hint = tuple[str, int]
-"""Incarnation, and how many blocks it had been sent by then."""
+"""Incarnation, and the number of blocks that it had been sent by then."""
 
 
 class PrefixAffinity:
-    """See the module."""
+    """Bounded memory of which worker incarnations should have the KV of which prefixes."""
 
     def __init__(self, max_entries: int, max_lives: int = MAX_LIVES) -> None:
         self._max_entries = max_entries
@@ -226,7 +226,7 @@ class PrefixAffinity:
         self._num_sent: OrderedDict[str, int] = OrderedDict()
 
     def note(self, chain_hashes: Sequence[bytes], incarnations: Sequence[str]) -> None:
-        """These lives have the blocks of `chain_hashes`, from the first one on."""
+        """Record that these incarnations have all blocks of `chain_hashes`."""
         if not (incarnations and chain_hashes):
             return
         known = self._known(chain_hashes)
@@ -249,9 +249,10 @@ class PrefixAffinity:
             self._places.popitem(last=False)
 
     def find(self, chain_hashes: Sequence[bytes], num_blocks: Mapping[str, int]) -> dict[str, int]:
-        """By incarnation: leading blocks of `chain_hashes` that it should have.
+        """Return the number of leading blocks of `chain_hashes` that workers should have, by
+        incarnation.
 
-        Args: num_blocks: what the cache of each life holds; who is not in it has nothing.
+        Args: num_blocks: cache size in blocks by incarnation; one that is missing has nothing.
         """
         found: dict[str, int] = {}
         places = self._places
@@ -267,14 +268,14 @@ class PrefixAffinity:
         return found
 
     def check_integrity(self) -> None:
-        """Raises: Internal when more is kept than may be."""
+        """Check the bounds. Raises: Internal when more is kept than allowed."""
         if len(self._places) > self._max_entries or len(self._num_sent) > self._max_lives:
             raise Internal(
                 f"{len(self._places)} prefixes and {len(self._num_sent)} lives are remembered"
             )
 
     def _known(self, chain_hashes: Sequence[bytes]) -> dict[str, int]:
-        """By incarnation: leading blocks that were noted of it, however long ago."""
+        """Return the number of leading blocks ever noted, by incarnation."""
         known: dict[str, int] = {}
         for index in range(len(chain_hashes) - 1, -1, -1):
             hints = self._places.get(chain_hashes[index], ())

@@ -1,12 +1,12 @@
-"""Rate limits of tenants: requests and tokens per minute, over all routers, kept in Redis.
+"""`RateLimits`: requests and tokens per minute of each tenant, over all routers, kept in Redis.
 
-A token bucket each: it holds a minute's worth and fills evenly. A request takes its expected tokens
-when it comes and gives back at its end what it did not use, so many at once cannot overdraw. One
-that is larger than a minute's worth passes when the bucket is full. Redis's clock counts, and one
-script decides, so routers need not agree on anything.
+Each tenant has a token bucket for requests and one for tokens, which hold one minute's worth and
+refill evenly. A request takes its expected tokens at its start and returns the unused ones at its
+end, so that concurrent requests cannot overdraw. A request larger than one minute's worth passes
+when the bucket is full. One Lua script decides by Redis's clock, so routers need not agree on time.
 
-Redis away: each router goes on with buckets of its own, and says so (`problem`); with N routers
-tenants then get up to N times their limit. Redis is asked again after a pause. One asyncio loop.
+While Redis is away, each router uses buckets of its own and reports it (`problem`): with N routers
+a tenant then gets up to N times its limit. Redis is asked again after a pause. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ logger = logging.getLogger(__name__)
 
 KEY = "baton:rate:"
 _PAUSE_S = 1.0
-"""After a failure Redis is not asked for so long: no request waits for it meanwhile."""
+"""Pause after a failure of Redis, in which no request waits for it."""
 _EXPIRE_MS = 240_000
-"""A bucket that nobody uses is full again after a minute, after two from the deepest debt."""
+"""Expiry of an unused bucket, after which it is surely full: that takes a minute, or two from the
+deepest debt."""
 _DUST_S = 0.001
-"""A shorter wait is none, here and in the script."""
+"""Wait that counts as none, here and in the script."""
 _MAX_BUCKETS = 10_000
-"""Of our own; then the one that was used least lately goes, as if it were full."""
+"""Most buckets of this router's own; the least recently used one is then dropped, as if full."""
 
 # KEYS: the bucket. ARGV: requests and tokens per minute (0: no limit), tokens wanted.
-# Returns: milliseconds until it would pass; 0: it has passed and was charged.
+# Returns: milliseconds until the request would pass; 0: it has passed and was charged.
 _TAKE = """
 local now = redis.call('TIME')
 local now_s = tonumber(now[1]) + tonumber(now[2]) / 1e6
@@ -63,7 +64,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return 0
 """
 
-# A bucket that has expired is full: nothing to give back.
+# A bucket that has expired is full: there is nothing to return.
 _GIVE_BACK = """
 if redis.call('HEXISTS', KEYS[1], 'tokens') == 1 then
   redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[1])
@@ -73,19 +74,22 @@ return 0
 
 
 class OverRate(NoCapacity):
-    """A tenant asks for more than its limit, however much room there is."""
+    """Refusal of a request that is over its tenant's rate limit."""
 
 
 @dataclass
 class TokenBucket:
-    """One tenant's levels, here. The same arithmetic as the script's."""
+    """One tenant's buckets in this process, with the arithmetic of the script.
+
+    `requests`, `tokens`: levels at time `at_s`; below 0: debt.
+    """
 
     requests: float
     tokens: float
     at_s: float
 
     def take(self, limits: TenantLimits, num_tokens: int, now_s: float) -> float:
-        """Charge a request. Returns: seconds until it would pass; 0: it has passed."""
+        """Charge a request if it passes. Return the seconds until it would pass; 0: charged."""
         passed_s = max(0.0, now_s - self.at_s)
         levels, waits = [], [0.0]
         for level, limit, wanted in (
@@ -105,12 +109,12 @@ class TokenBucket:
 
 
 class RateLimits:
-    """See the module."""
+    """Rate limits of all tenants, in Redis or, while Redis is away, in this process."""
 
     def __init__(
         self, client: redis.asyncio.Redis, timeout_s: float, clock: Clock = time.monotonic
     ) -> None:
-        """`client` stays its owner's. timeout_s: for one answer of Redis."""
+        """Args: client: not closed here. timeout_s: for one answer of Redis."""
         self._client = client
         self._timeout_s = timeout_s
         self._clock = clock
@@ -119,12 +123,12 @@ class RateLimits:
         self._ask_again_at_s = 0.0
         self._own: OrderedDict[str, TokenBucket] = OrderedDict()
         self.problem = ""
-        """Why limits are this router's alone; empty: they are everybody's."""
+        """Why the limits are this router's alone; empty: all routers share them."""
 
     async def take(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Charge a request of `num_tokens`; nothing is charged to one that does not pass.
+        """Charge a request of `num_tokens`. A request that does not pass is not charged.
 
-        Raises: OverRate naming the limit, with the time until it passes.
+        Raises: OverRate naming the limit, with the seconds until the request would pass.
         """
         if not (limits.max_requests_per_min or limits.max_tokens_per_min):
             return
@@ -138,7 +142,7 @@ class RateLimits:
             )
 
     async def give_back(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Tokens that were charged and not used; below 0: used and not charged. Best effort."""
+        """Give back charged tokens that were not used; below 0: charge more. Best effort."""
         if not (limits.max_tokens_per_min and num_tokens):
             return
         own = self._own.get(tenant)
@@ -153,7 +157,7 @@ class RateLimits:
             self._fail(error)
 
     async def _in_redis(self, tenant: str, limits: TenantLimits, num_tokens: int) -> float | None:
-        """Seconds to wait; None: Redis does not say."""
+        """Return the seconds to wait, 0: charged; None: Redis does not answer."""
         if self._clock() < self._ask_again_at_s:
             return None
         numbers = [limits.max_requests_per_min, limits.max_tokens_per_min, num_tokens, _EXPIRE_MS]

@@ -1,8 +1,8 @@
-"""The models that one router serves, by name: each with its own tokenizer, defaults, workers and
-placement. Values; pure.
+"""`ServedModels`: the models that one router serves, by name, each with its own tokenizer,
+defaults, workers and placement.
 
-A worker belongs to a model if it names that model, tokenizer and fingerprint. Stores, streams, the
-table of requests and the prefix index are shared by all models.
+A worker serves a model if it reports one of that model's names and the same tokenizer. Stores,
+streams, the table of requests and the prefix index are shared by all models.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from services.router.worker_directory import WorkerDirectory
 from services.router.worker_views import ServedModel
 
 _MAX_NAME_CHARS = 128
-"""Of a name that a client sent, in an error."""
+"""Most characters of a client's model name in an error message."""
 
 
 @dataclass(frozen=True)
 class OneModel:
-    """What serves the requests for one model."""
+    """One served model with what serves its requests."""
 
     name: str
-    """As answers name it."""
+    """Name of the model in answers."""
     served: ServedModel
     preparer: Preparer
     cluster: RoutingServices
 
     def infos(self) -> Iterator[inference_pb2.ModelInfo]:
-        """Once for each fingerprint among its workers. The window is that of the longest request
-        that some pair takes."""
+        """Yield the model's info for each fingerprint among its workers. The context window is that
+        of the longest request that some pair of workers takes."""
         workers = [w for role in (PREFILL, DECODE) for w in self.candidates.usable(role)]
         for fingerprint in sorted({worker.fingerprint for worker in workers}):
             alike = [worker for worker in workers if worker.fingerprint == fingerprint]
@@ -61,10 +61,10 @@ class OneModel:
 
 
 class ServedModels:
-    """See the module."""
+    """Table of the served models, by every name that requests may use."""
 
     def __init__(self, models: Sequence[OneModel]) -> None:
-        """In the order of the settings. Raises: SettingsError when two share a name."""
+        """`models`: in the order of the settings. Raises: SettingsError when two share a name."""
         self._models = tuple(models)
         self._by_name: dict[str, OneModel] = {}
         for model in self._models:
@@ -79,26 +79,26 @@ class ServedModels:
 
     @property
     def names(self) -> Sequence[str]:
-        """One of each, as answers name it."""
+        """Name of each model in answers."""
         return [model.name for model in self._models]
 
     @property
     def all_names(self) -> Set[str]:
-        """All that requests may name the models by: no adapter is asked for under these."""
+        """All names that requests may use for the models; they never name an adapter."""
         return self._by_name.keys()
 
     def name_of(self, name: str) -> str:
-        """How the model is named in answers that a client asked for under `name`; `name` itself
-        when there is none."""
+        """Return the name in answers of the model that a client calls `name`; `name` itself,
+        shortened, when there is no such model."""
         try:
             return self.find(name).name
         except InvalidArgument:
             return name[:_MAX_NAME_CHARS]
 
     def find(self, name: str) -> OneModel:
-        """The model of this name; an empty one means the only model.
+        """Return the model with this name; an empty name means the only model.
 
-        Raises: InvalidArgument naming those that are served.
+        Raises: InvalidArgument naming the served models.
         """
         if not name and len(self._models) == 1:
             return self._models[0]
@@ -113,6 +113,6 @@ class ServedModels:
         )
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a law of one model's routing is broken."""
+        """Check the placement of each model. Raises: Internal when an invariant is broken."""
         for model in self._models:
             model.routing.check_integrity()

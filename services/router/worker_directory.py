@@ -1,9 +1,12 @@
-"""Which workers may take a request now, and how loaded they are: the registry joined with what this
-router sees itself, kept ready as the values that policies choose from.
+"""`WorkerDirectory`: the workers of one model that may take a request now, with their load.
 
-Loads are made again only where something changed: the registry's view, a call or a leg of ours, a
-worker's own news, its standing. Law: what is kept equals what would be made afresh. No RPC. One
-asyncio loop.
+It joins the registry's snapshot with what this router observes itself (open streams, calls under
+way, suspicion) and keeps the result as the `WorkerLoad` values from which policies choose. A load
+is computed again only where something changed: the snapshot, a stream or a call, the worker's own
+report, its suspicion. Invariant: every load that is kept equals one computed afresh. It also knows
+which workers are away and expected back, and which content of an adapter requests get.
+
+No RPC. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -45,13 +48,13 @@ from services.router.worker_views import (
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """A LoRA adapter by name and content (hex digest); both empty: none."""
+    """A LoRA adapter by name and content (hex digest); both empty: no adapter. A value."""
 
     name: str = ""
     digest: str = ""
 
     def is_on(self, worker: WorkerView) -> bool:
-        """Whether the worker can serve it."""
+        """Return whether the worker has this adapter with this content loaded."""
         return not self.name or self.digest in worker.adapters.get(self.name, ())
 
 
@@ -60,7 +63,7 @@ _NOTHING_SEEN = Snapshot()
 
 
 class WorkerDirectory:
-    """Of one model."""
+    """Live directory of one model's workers: usable ones, expected ones, loads and adapters."""
 
     def __init__(
         self,
@@ -75,8 +78,8 @@ class WorkerDirectory:
         max_step_s: float = math.inf,
         clock: Clock = time.monotonic,
     ) -> None:
-        """return_wait_s: how long a worker that is away is expected back. max_step_s: see
-        `hung_workers`."""
+        """Args: return_wait_s: how long a worker that is away is expected back. max_step_s: longest
+        step of an engine that does not count as hung (`hung_workers`)."""
         self._registry = registry
         self._streams = streams
         self._prefills = prefills
@@ -87,11 +90,11 @@ class WorkerDirectory:
         self._max_step_s = max_step_s
         self._clock = clock
         self._last_s: dict[str, dict[str, float]] = {PREFILL: {}, DECODE: {}}
-        """By role and id: when a worker last served, or was starting; at most `return_wait_s`
-        ago."""
+        """Time when each worker last served or was starting, by role and id; older ones than
+        `return_wait_s` are dropped."""
         self._adapter_last_s: dict[str, float] = {}
-        """By name: when an adapter could last be served, or workers were away that may bring it
-        back."""
+        """Time when each adapter could last be served, or workers that may have it were expected
+        back; by name."""
         self._seen = _NOTHING_SEEN
         self._views: dict[str, WorkerView] = {}
         self._loads: dict[str, WorkerLoad] = {}
@@ -104,15 +107,16 @@ class WorkerDirectory:
             source.on_change.append(self._changed.add)
 
     def usable(self, role: str) -> list[WorkerView]:
-        """Workers of `role` that serve this model and take new requests."""
+        """Return the workers of `role` that serve this model and take new requests."""
         self._refresh()
         return [worker for worker in self._views.values() if worker.role == role]
 
     def bounds(self) -> ModelBounds:
-        """What the pair with the longest window can take: a longer request fits no pair. While
-        workers that are away are expected, what it was before they went.
+        """Return the limits of a request: those of the pair with the longest context window.
 
-        Raises: Unavailable naming the role of which there is no worker.
+        While a role has no worker and one is expected back, these are the limits from before.
+
+        Raises: Unavailable when a role has no worker and none is expected.
         """
         self._refresh()
         if self._bounds is None:
@@ -126,11 +130,11 @@ class WorkerDirectory:
         return self._bounds
 
     def has_decode_place(self, num_ahead: int) -> bool:
-        """Whether decode workers have a place for a further sample, beside `num_ahead` places of
-        requests that have not asked them yet.
+        """Return whether the decode workers have a place for a further sample, beside `num_ahead`
+        places for admitted requests that have not reached a decode worker yet.
 
-        Yes where one of the workers does not say, and where none is in good standing: then there is
-        nothing to wait for here, and the choice of workers says what is wrong.
+        True where a worker does not report its places, and where all are suspect: then waiting
+        does not help, and placement reports the error.
         """
         self._refresh()
         loads = [load for load in self._pools.decode if not load.is_suspect]
@@ -138,9 +142,9 @@ class WorkerDirectory:
         return len(free) < len(loads) or not loads or sum(free) > num_ahead
 
     def note_seen(self) -> None:
-        """The registry was looked at: remember which workers serve, or are starting, now."""
+        """Record which workers serve or start now; called after each read of the registry."""
         with contextlib.suppress(Unavailable):
-            self.bounds()  # kept, for when they have gone
+            self.bounds()  # kept for when the workers are gone
         now_s = self._clock()
         for role, last_s in self._last_s.items():
             names = {*self._serving(role), *self._starting(role)}
@@ -158,33 +162,34 @@ class WorkerDirectory:
                 del self._adapter_last_s[name]
 
     def expects(self, role: str) -> bool:
-        """Whether a worker of `role` is away and may soon serve; see `holding.is_expected`."""
+        """Return whether a worker of `role` is away and expected back; see `is_expected`."""
         here = self._serving(role)
         return is_expected(self._last_s[role], here, self._clock(), self._return_wait_s)
 
     def is_at_zero(self) -> bool:
-        """Whether no worker is there, and none starts, as far as Redis has said."""
+        """Return whether Redis has been read and has no usable and no starting worker."""
         return self._registry.has_met_redis and not any(
             self.usable(role) or self._starting(role) for role in (PREFILL, DECODE)
         )
 
     def check_serving(self) -> None:
-        """Raises: Unavailable naming the role of which no worker serves now."""
+        """Check both roles. Raises: Unavailable naming the role of which no worker serves now."""
         for role in (PREFILL, DECODE):
             if not self._serving(role):
                 raise Unavailable(f"no {role} worker serves", retry_after_s=1.0)
 
     def are_expected(self) -> bool:
-        """Whether a worker that is away may soon serve, and then both roles have one."""
+        """Return whether a worker is expected back such that both roles then have one."""
         expected = [self.expects(role) for role in (PREFILL, DECODE)]
         roles = zip((PREFILL, DECODE), expected, strict=True)
         return any(expected) and all(is_due or self.usable(role) for role, is_due in roles)
 
     def adapter(self, name: str) -> AdapterContent:
-        """The adapter of this name, in the content that the cluster wishes; where nothing is wished
-        of it, in that which most workers have and both roles.
+        """Return the adapter with this name, in the wished content; without a wish, in the content
+        that most workers have, of those that both roles have.
 
-        Raises: InvalidArgument when nobody has it; Unavailable when no two workers have the same.
+        Raises: InvalidArgument when the adapter is neither wished nor loaded; Unavailable when it
+            is not loaded with the same content at both roles.
         """
         if not name:
             return NO_ADAPTER
@@ -207,21 +212,21 @@ class WorkerDirectory:
         raise InvalidArgument("adapter", f"'{name[:128]}' is not loaded; loaded are: {loaded}")
 
     def adapter_names(self) -> Set[str]:
-        """Of all that requests may name: those that are wished, on any worker or none, and those
-        without a wish that workers have, or had and are expected back."""
+        """Return the adapter names that requests may use: the wished ones, whether or not they are
+        loaded, and those without a wish that workers have, or had and are expected back."""
         own = self._loaded_adapters()
         if self.are_expected():
             own |= self._adapter_last_s.keys()
         return self._wished_adapters() | {name for name in own if self._wish(name) is None}
 
     def is_adapter_expected(self, name: str) -> bool:
-        """Whether workers that lack an adapter may soon have it: a short time ago it could be
-        served, or workers were away."""
+        """Return whether the adapter may be served again soon: less than `return_wait_s` ago it
+        could be served, or workers were expected back."""
         last_s = self._adapter_last_s.get(name, -math.inf)
         return self._clock() - last_s < self._return_wait_s
 
     def _having(self, name: str) -> Mapping[str, Counter[str]]:
-        """By role: how many workers have which content."""
+        """Return the number of workers that have each content of the adapter, by role."""
         return {
             role: Counter(d for w in self.usable(role) for d in w.adapters.get(name, ()))
             for role in (PREFILL, DECODE)
@@ -249,24 +254,24 @@ class WorkerDirectory:
 
     @property
     def num_blocks(self) -> Mapping[str, int]:
-        """What the cache of each usable worker holds, by incarnation."""
+        """Cache size of each usable worker in blocks, by incarnation."""
         self._refresh()
         return self._num_blocks
 
     def layouts(self) -> set[Layout]:
-        """Of the usable prefill workers: what prefixes are looked up for."""
+        """Return the layouts of the usable prefill workers, for which prefixes are looked up."""
         self._refresh()
         return {p.layout for p in self._pools.prefill}
 
     def get(self, worker_id: str) -> WorkerView:
-        """The worker as last seen. Raises: Unavailable when it is gone."""
+        """Return the worker as last seen. Raises: Unavailable when it is gone."""
         worker = self.find(worker_id)
         if worker is None:
             raise Unavailable(f"worker {worker_id} is gone")
         return worker
 
     def find(self, worker_id: str) -> WorkerView | None:
-        """The worker as last seen, whether or not it takes new requests; None when it is gone."""
+        """Return the worker as last seen, even if it takes no new requests; None: it is gone."""
         return self._registry.find(worker_id)
 
     def pools(
@@ -276,7 +281,7 @@ class WorkerDirectory:
         not_prefill: Collection[str] = (),
         not_decode: Collection[str] = (),
     ) -> Pools:
-        """Who may be chosen from, but for those that are named."""
+        """Return the workers that may serve with this adapter, without the excluded ids."""
         self._refresh()
         pools = self._pools
         if not (adapter.name or not_prefill or not_decode):
@@ -288,8 +293,10 @@ class WorkerDirectory:
         )
 
     def with_decode(self, pools: Pools, worker_id: str, ask: PlacementQuery) -> Pools:
-        """`pools` where the decode worker has reserved blocks for `ask` already, whether or not it
-        takes new requests; it counts as it was before. Prefill workers of its layout only.
+        """Return `pools` for a request that has blocks reserved at a decode worker.
+
+        That worker is the only decode worker, even if it takes no new requests, with its load from
+        before the reservation. Prefill workers of other layouts are left out.
 
         Raises: Unavailable when it is gone.
         """
@@ -304,7 +311,7 @@ class WorkerDirectory:
         return replace(pools, prefill=prefill, decode=(load,))
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a load that is kept is not what it would be made to be now."""
+        """Check the kept loads. Raises: Internal when one differs from a load computed now."""
         self._refresh()
         for worker_id, load in self._loads.items():
             if load != self._load(self._views[worker_id]):
@@ -314,7 +321,7 @@ class WorkerDirectory:
             raise Internal("the pools differ from the loads that are kept")
 
     def _serving(self, role: str) -> set[str]:
-        """Ids of the usable workers whose stream stands."""
+        """Return the ids of the usable workers with an open stream."""
         is_up = self._streams.is_up if role == DECODE else self._prefills.is_up
         return {w.worker_id for w in self.usable(role) if is_up(w.worker_id)}
 
@@ -336,7 +343,7 @@ class WorkerDirectory:
         )
 
     def _refresh(self) -> None:
-        """Make again what changed."""
+        """Compute again the loads that changed."""
         if self._registry.snapshot is not self._seen:
             self._look_again()
         elif self._changed:
@@ -347,7 +354,7 @@ class WorkerDirectory:
         self._changed.clear()
 
     def _look_again(self) -> None:
-        """The registry was read."""
+        """Take over a new snapshot of the registry."""
         self._seen = self._registry.snapshot
         hung = hung_workers(self._seen.workers, self._max_step_s)
         views = {
@@ -364,7 +371,7 @@ class WorkerDirectory:
         for worker_id, worker in views.items():
             old = before.get(worker_id)
             if old is None or old.incarnation != worker.incarnation:
-                self._last_s[worker.role][worker_id] = self._clock()  # its stream comes up next
+                self._last_s[worker.role][worker_id] = self._clock()  # its stream opens next
             is_same = worker is old and worker_id not in self._changed
             loads[worker_id] = self._loads[worker_id] if is_same else self._load(worker)
             has_same_links &= old is not None and worker.links is old.links
@@ -418,13 +425,13 @@ def _bounds(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Mode
         for d in _longest(decode)
         if (p.fingerprint, p.block_size) == (d.fingerprint, d.block_size)
     ]
-    # Without a pair nobody is served anyway; the choice says so.
+    # Without a pair no request is served anyway; placement reports it.
     window = max(windows, default=min(w.context_window for w in (*prefill, *decode)))
     return ModelBounds(window, min(worker.vocab_size for worker in (*prefill, *decode)))
 
 
 def _longest(workers: Sequence[WorkerView]) -> Collection[WorkerView]:
-    """Of each layout the worker with the longest window."""
+    """Return the worker with the longest context window of each layout."""
     longest: dict[Layout, WorkerView] = {}
     for worker in workers:
         layout = (worker.fingerprint, worker.block_size)

@@ -1,5 +1,8 @@
-"""Workers and stores as the registry knows them, and whether a worker may serve the router's model.
-Values; pure.
+"""`WorkerView`, `StoreView` and `Snapshot`: workers and stores as their heartbeats describe them,
+and the checks whether a worker may serve the router's models.
+
+Frozen values and pure functions. Numbers that workers report are bounded here: no report can divide
+by zero or make costs that do not compare.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ from protos import common_pb2
 
 @dataclass(frozen=True)
 class LinkView:
-    """A worker's way to one store or lender, as it was measured when the two met."""
+    """One worker's link to a store or lender, measured when the worker met it. A value."""
 
     read_bytes_per_s: float
-    """Towards the worker; 0: it failed the measurement, by its own fault."""
+    """Rate of reads into the worker; 0: the link failed its measurement."""
     is_degraded: bool = False
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One life of one worker, as of its last heartbeat."""
+    """One incarnation of a worker, as of its last heartbeat. A value."""
 
     worker_id: str
     role: str
@@ -40,28 +43,28 @@ class WorkerView:
     vocab_size: int
     store_node_id: str
     transport: str
-    """How its own store is reached."""
+    """Transport to the worker's own store."""
     remote_transport: str
-    """How it reads what lies elsewhere; empty: never."""
+    """Transport for reads from other stores and lenders; empty: it cannot read them."""
     lender_node_id: str
-    """Node id under which it lends its own blocks; empty: it lends none."""
+    """Node id under which other workers read this worker's cache; empty: they cannot."""
     is_draining: bool
     dtype: str
     adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Digests of the contents of each adapter that it has loaded, by name."""
+    """Content digests of the loaded adapters, by adapter name."""
     links: Mapping[str, LinkView] = field(default_factory=dict)
-    """The measured ones, by node."""
+    """Measured links, by node id."""
     num_queued_tokens: int = 0
-    """Prompt tokens that it was sent, by all routers, and has yet to compute."""
+    """Prompt tokens from all routers that the worker has yet to compute."""
     step_age_s: float = 0.0
-    """How long its engine had been inside one step or job; 0: in none."""
+    """Time that the engine had been inside one step or job; 0: in none."""
     num_free_places: int | None = None
-    """Of a decode worker: places for samples of further requests; None: it does not say."""
+    """Samples that a decode worker can still take on; None: the worker does not report it."""
 
 
 @dataclass(frozen=True)
 class StartingWorker:
-    """A worker process that loads its model and serves nothing yet."""
+    """A worker process that loads its model and does not serve yet. A value."""
 
     worker_id: str
     role: str
@@ -70,47 +73,47 @@ class StartingWorker:
 
 @dataclass(frozen=True)
 class StoreView:
-    """One life of one KV store."""
+    """One incarnation of a KV store. A value."""
 
     node_id: str
     address: str
     incarnation: str
-    """Hex digits."""
+    """As hex digits."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The registry at one moment."""
+    """Content of the registry at one moment. A value."""
 
     workers: tuple[WorkerView, ...] = ()
     stores: tuple[StoreView, ...] = ()
     is_redis_reachable: bool = False
     problems: tuple[str, ...] = ()
-    """Entries that could not be read."""
+    """Error texts for entries that could not be read."""
     starting: tuple[StartingWorker, ...] = ()
     silent: tuple[str, ...] = ()
-    """Names of workers and stores whose entry is there and whose heartbeat is not any more."""
+    """Names of workers and stores that have an entry but no heartbeat any more."""
     wishes: Mapping[str, common_pb2.AdapterWish] = field(default_factory=dict)
-    """What the cluster wishes of adapters, by name; never changed in place."""
+    """Wished adapters of the cluster, by name; never changed in place."""
     routers: Mapping[str, bytes] = field(default_factory=dict)
-    """Entries of all routers that live, by id, as they stand in Redis."""
+    """Redis entries of all live routers, by router id."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the router serves: the names it answers to, its own first, and its tokenizer."""
+    """One model that the router serves: its names, the main one first, and its tokenizer."""
 
     names: Sequence[str]
     tokenizer_digest: str
 
 
 _MAX_QUEUED_TOKENS = 2**40
-"""What a worker may say: no number of a peer may make a cost that no order has."""
+"""Bound of what a worker may report, so that costs stay comparable."""
 
 
 def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = None) -> WorkerView:
-    """A heartbeat's status as a value; what it measured is the same object as in the view `before`
-    while it is equal.
+    """Return a heartbeat's status as a view. Its `links` are the same object as in the earlier view
+    `before` while they are equal.
     """
     links = _links(status.links)
     if before is not None and links == before.links:
@@ -126,7 +129,7 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
         block_size=status.block_size,
         block_bytes=status.block_bytes,
         num_blocks=status.num_blocks,
-        # Cached blocks that nobody uses are evicted when needed.
+        # Cached blocks that no request uses are evicted when needed.
         num_free_blocks=status.num_free_blocks + status.num_cached_blocks,
         num_requests=status.num_waiting + status.num_running,
         context_window=status.context_window,
@@ -146,9 +149,10 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
 
 
 def hung_workers(workers: Iterable[WorkerView], max_step_s: float) -> Mapping[str, WorkerView]:
-    """Those whose engine has been inside one step for longer than `max_step_s`, by id, where
-    another worker of the same role and model can take over. One that is alone keeps what it has:
-    its step may end yet.
+    """Return the workers that have been inside one engine step for longer than `max_step_s`, by id.
+
+    Only where another worker of the same role and model can take over. The only worker keeps its
+    requests: its step may still end.
     """
     workers = list(workers)
     able = {
@@ -171,22 +175,22 @@ def _adapters(statuses: Iterable[common_pb2.AdapterStatus]) -> Mapping[str, froz
 
 
 def _links(statuses: Iterable[common_pb2.LinkStatus]) -> Mapping[str, LinkView]:
-    """Those that were measured; of several to one store the last."""
+    """Return the measured links by node id; of several to one node the latest."""
     links = {}
     for status in sorted(statuses, key=lambda status: status.measured_unix_ms):
         rate = status.read_bytes_per_s
         if status.problem:
-            # Too slow to be measured, or wrong bytes; else the reason lay elsewhere.
+            # Degraded: too slow to measure, or wrong bytes. Other problems are not the link's.
             if status.degraded:
                 links[status.node_id] = LinkView(0.0, is_degraded=True)
-        # No number of a peer may divide by zero, or make a cost that no order has.
+        # A rate of 0 would divide by zero; one that is not finite would not compare.
         elif rate > 0 and math.isfinite(rate):
             links[status.node_id] = LinkView(rate, status.degraded)
     return links
 
 
 def find_problem(worker: WorkerView, served: ServedModel) -> str | None:
-    """Why `worker` cannot be used for `served`; None when it can."""
+    """Return why `worker` cannot serve the model `served`; None when it can."""
     if worker.model not in served.names:
         return f"worker {worker.worker_id} serves another model, {worker.model}"
     if worker.tokenizer_digest != served.tokenizer_digest:
@@ -201,9 +205,9 @@ def find_problem(worker: WorkerView, served: ServedModel) -> str | None:
 
 
 def find_problem_of_all(worker: WorkerView, served: Sequence[ServedModel]) -> str | None:
-    """Why `worker` cannot be used for any model of `served`; None when it can."""
+    """Return why `worker` cannot serve any model of `served`; None when it can."""
     problems = [(worker.model in model.names, find_problem(worker, model)) for model in served]
     if any(problem is None for _, problem in problems):
         return None
-    # What keeps it from its own model says more than that it is none of the others.
+    # The problem with its own model says more than that it does not serve the others.
     return max(problems, key=lambda entry: entry[0], default=(False, None))[1]
