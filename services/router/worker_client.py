@@ -1289,7 +1289,7 @@ class DecodeStreams:
         While the worker serves no request of this router it sends no messages, so either the last
         message or the heartbeat may be the older one. The higher number is taken: the first answer
         corrects a number that is too high, but one that is too low would hold requests back until
-        the next heartbeat.
+        newer news comes.
         """
         stream = self._streams.find(worker.worker_id)
         if stream is None or stream.load is None:
