@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from protos import common_pb2, decode_pb2, prefill_pb2
 
 VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5
-"""Wire types."""
+"""Protobuf wire types."""
 
 
 class WireField(NamedTuple):
