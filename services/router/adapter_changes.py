@@ -1,14 +1,15 @@
-"""Adapters of a running cluster: loaded, replaced, unloaded on all workers of a model or on none.
+"""AdapterChanges: loads, replaces and unloads LoRA adapters on all workers of a model of a running
+cluster, or on none.
 
-A load prepares the content beside what the workers have: each is asked, and holds it for a while.
-When every worker that lives says in the registry that it has it, the wish in Redis
-(`services.adapter_wishes`) is changed, by comparison with what it was: from then on new requests
-get the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
-that began keep their content: it stays in the wish as an old one until no router says that it uses
-it. An unload is the same change to no content.
+A load has every worker prepare the new content beside what it serves, and hold it for a while. When
+every live worker reports in the registry that it has the content, the adapter's wish in Redis
+(`services.adapter_wishes`) is changed by compare-and-swap. From then on new requests get the new
+content, whatever fails; until then all get the old content, and what was prepared lapses. Running
+requests keep the content that they began with: it stays in the wish as an old version until no
+router reports a use of it. An unload is the same change to no content.
 
-States of a load: preparing -> committed -> served by every router | failed (the name of the worker
-that did not load it; nothing changed). One asyncio loop.
+States of a load: preparing -> committed -> served by every router | failed (with the name of the
+worker that did not load it; nothing changed). One asyncio loop.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from services.router.worker_views import Snapshot, WorkerView
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-"""Between two looks at the registry while a change is waited for."""
+"""Seconds between two polls of the registry while a change is waited for."""
 
 _HOLD_MORE_S = 10.0
-"""How much longer than a load may take workers hold what they prepared: until they have seen the
-wish. Guessed: many beats."""
+"""Seconds beyond the limit of a load for which workers hold what they prepared, so that they see
+the wish first. Guessed: many heartbeats."""
 
 
 class AdapterChanges:
-    """See the module."""
+    """Coordinator of adapter changes at one router."""
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class AdapterChanges:
         beat_now: Callable[[], None],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """`client` stays its owner's. beat_now: others should hear of this router at once."""
+        """Args:
+            client: is not closed by this object.
+            beat_now: sends this router's heartbeat at once."""
         self._registry = registry
         self._redis = client
         self._use = use
@@ -91,7 +94,7 @@ class AdapterChanges:
         self._tidying: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        """End what is under way by itself."""
+        """End the background task."""
         await end_tasks([self._tidying])
 
     # ---- changes
@@ -99,12 +102,12 @@ class AdapterChanges:
     async def load(
         self, request: inference_pb2.LoadClusterAdapterRequest
     ) -> inference_pb2.LoadClusterAdapterReply:
-        """Have new requests use the content of a folder under a name.
+        """Have new requests for an adapter name use the content of a folder.
 
         Returns: when every router serves it.
-        Raises: InvalidArgument for a name or files that are wrong; NoCapacity; Unavailable or
+        Raises: InvalidArgument for a wrong name or wrong files; NoCapacity; Unavailable or
             DeadlineExceeded naming the worker that does not answer; FailedPrecondition when another
-            change of the name came first. Nothing changed then, except where the message says so.
+            change of the name came first. Nothing has changed then, unless the message says so.
         """
         name, model = request.name, self._models().find(request.model)
         self._check_name(name, model)
@@ -134,12 +137,12 @@ class AdapterChanges:
     async def unload(
         self, request: inference_pb2.UnloadClusterAdapterRequest, left_s: float | None = None
     ) -> inference_pb2.UnloadClusterAdapterReply:
-        """Refuse new requests for it, and have every worker drop it.
+        """Refuse new requests for an adapter, and have every worker drop it.
 
-        Args: left_s: of the caller's time, for a wait.
+        Args: left_s: seconds of the caller's deadline, for a wait.
         Raises: NotFound; FailedPrecondition while requests use it and `wait` is not set: nothing
-            changed then; DeadlineExceeded naming the workers that have it still: it goes when the
-            last request ends.
+            has changed then; DeadlineExceeded naming the workers that still have it: they drop it
+            when the last request ends.
         """
         name = request.name
         snapshot = await self._look()
@@ -170,7 +173,7 @@ class AdapterChanges:
     # ---- what follows from the registry
 
     def to_proto(self) -> Iterator[router_status_pb2.RouterAdapter]:
-        """What this router says of adapters in its own entry."""
+        """Return this router's view of each adapter, for its registry entry."""
         wishes = self._registry.snapshot.wishes
         for name in sorted(wishes.keys() | self._use.names()):
             wish = wishes.get(name)
@@ -182,7 +185,8 @@ class AdapterChanges:
             )
 
     def note(self, snapshot: Snapshot) -> None:
-        """The registry was looked at: say what is new, and have the wishes follow their use."""
+        """React to a poll of the registry: publish a heartbeat when wishes changed, and tidy up the
+        wishes."""
         seen = {name: wish.version for name, wish in snapshot.wishes.items()}
         if seen != self._seen:
             self._seen = seen
@@ -192,7 +196,8 @@ class AdapterChanges:
             self._tidying = start_task(self._tidy(snapshot), "adapter-wishes", is_for_many=True)
 
     async def _tidy(self, snapshot: Snapshot) -> None:
-        """Drop old contents that no request uses, write back what Redis lost, forget."""
+        """Drop old versions that no request uses, write back wishes that Redis lost, and delete
+        wishes that are over."""
         others = self._others(snapshot)
         try:
             async with asyncio.timeout(self._times.redis_timeout_s):
@@ -201,8 +206,8 @@ class AdapterChanges:
                 for name, known in snapshot.wishes.items():
                     newest = adapter_wishes.merged({name: known}, read, time.time()).get(name)
                     if newest is None or newest.version != known.version:
-                        # This router follows the one before still: it would go on using what is
-                        # dropped here, and write back what is forgotten. The next look knows it.
+                        # This router still follows the version before: it would go on using what
+                        # is dropped here, and write back what is deleted. The next poll shows it.
                         continue
                     used = users(newest, self._use.of(name), others)
                     wanted = adapter_wishes.without_old(newest, used)
@@ -248,7 +253,7 @@ class AdapterChanges:
         return snapshot
 
     def _workers(self, model: OneModel) -> list[WorkerView]:
-        """That must have what new requests get."""
+        """Return the workers that must have the content of new requests."""
         return [
             worker
             for worker in self._registry.snapshot.workers
@@ -256,7 +261,7 @@ class AdapterChanges:
         ]
 
     def _model_of(self, name: str, snapshot: Snapshot) -> OneModel:
-        """Whose adapter it is. Raises: NotFound."""
+        """Return the model that an adapter belongs to. Raises: NotFound."""
         wish = snapshot.wishes.get(name)
         for model in self._models():
             if name in model.candidates.adapter_names():
@@ -275,10 +280,11 @@ class AdapterChanges:
         deadline: Deadline,
         version: int,
     ) -> str:
-        """Have every worker that lives load it. Returns: its digest.
+        """Have every live worker load the content. Returns: its digest.
 
-        Args: prepared: filled with the digest by each worker's life. version: of the wish that is
-            to be changed.
+        Args:
+            prepared: filled with the digest by worker incarnation.
+            version: of the wish that will be changed.
         Raises: as `load`.
         """
         why: dict[str, str] = {}
@@ -323,7 +329,10 @@ class AdapterChanges:
         deadline: Deadline,
         version: int,
     ) -> None:
-        """Once; a worker that cannot be reached is named in `why`. Raises: a worker's refusal."""
+        """Ask each worker once; the reason of a worker that cannot be reached goes into `why`.
+
+        Raises: BatonError: a worker's refusal.
+        """
         asked = common_pb2.LoadAdapterRequest(
             name=request.name,
             folder=request.folder,
@@ -354,7 +363,7 @@ class AdapterChanges:
         await asyncio.sleep(min(_LOOK_S, deadline.left_s()))
 
     async def _release(self, name: str, model: OneModel, prepared: Mapping[str, str]) -> None:
-        """What was prepared for nothing goes at once where the worker can be told; else it
+        """Have workers drop what they prepared for a failed load; where a worker is not reached, it
         lapses."""
 
         async def release(worker: WorkerView) -> None:
@@ -390,11 +399,10 @@ class AdapterChanges:
         current: common_pb2.AdapterVersion | None,
         deadline: Deadline,
     ) -> None:
-        """Change the wish, once and for all: a Redis that dies meanwhile is asked again what it
-        has.
+        """Change the wish exactly once: when Redis fails meanwhile, read what it has and try again.
 
         Raises: FailedPrecondition when another change came first; Unavailable when Redis does not
-            say within the time whether it was changed.
+            confirm in time whether the wish was changed.
         """
         loaded = {d for w in self._registry.snapshot.workers for d in w.adapters.get(name, ())}
         digest = current.digest if current is not None else ""
@@ -437,8 +445,13 @@ class AdapterChanges:
     async def _until_routers(
         self, name: str, deadline: Deadline, done: str, *, needs_served: bool
     ) -> None:
-        """Until every router follows the wish. Raises: DeadlineExceeded naming those that do
-        not."""
+        """Wait until every router follows the wish.
+
+        Args:
+            done: what has been done by then, for the error.
+            needs_served: whether routers must also serve the adapter.
+        Raises: DeadlineExceeded naming the routers that do not follow it.
+        """
         while True:
             wish = self._registry.snapshot.wishes.get(name)
             version = wish.version if wish is not None else 0
@@ -480,7 +493,8 @@ class AdapterChanges:
         }
 
     def _num_users(self, name: str, snapshot: Snapshot) -> int:
-        """Requests that use some content of it, by what all routers last said."""
+        """Return the number of requests that use any content of the adapter, by each router's last
+        heartbeat."""
         num = sum(self._use.of(name).values())
         for adapters in self._others(snapshot).values():
             entry = (adapters or {}).get(name)
@@ -489,14 +503,14 @@ class AdapterChanges:
 
 
 RouterAdapters = Mapping[str, router_status_pb2.RouterAdapter] | None
-"""What a router says of adapters, by name; None: its entry cannot be read."""
+"""A router's view of adapters, by name; None: its entry cannot be parsed."""
 
 
 def users(
     wish: common_pb2.AdapterWish, own: Mapping[str, int], others: Mapping[str, RouterAdapters]
 ) -> Collection[str]:
-    """Digests of the wish that requests use or may yet begin to use: all, while some router does
-    not follow the wish yet or does not say."""
+    """Return the digests of the wish that requests use or may still begin to use: all of them while
+    a router does not follow the wish yet or its entry cannot be read."""
     used = {digest for digest, num in own.items() if num}
     for adapters in others.values():
         entry = adapters.get(wish.name) if adapters is not None else None
@@ -518,7 +532,8 @@ def _changed_meanwhile(name: str) -> FailedPrecondition:
 
 
 def _is_same_change(one: common_pb2.AdapterWish, other: common_pb2.AdapterWish) -> bool:
-    """Whether it is ours: old contents may have gone since."""
+    """Return whether both wishes come from the same change; old versions may have been dropped
+    since."""
     return (one.version, one.changed_unix_ms, adapter_wishes.digest_of(one)) == (
         other.version,
         other.changed_unix_ms,
