@@ -79,9 +79,8 @@ class AdapterChanges:
         beat_now: Callable[[], None],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """Args:
-            client: is not closed by this object.
-            beat_now: sends this router's heartbeat at once."""
+        """client: is not closed by this object.
+        beat_now: sends this router's heartbeat at once."""
         self._registry = registry
         self._redis = client
         self._use = use
@@ -317,7 +316,7 @@ class AdapterChanges:
             await self._ask_to_load(request, left, prepared, why, deadline, version)
             snapshot = await self._registry.poll()
             wish = snapshot.wishes.get(request.name)
-            if wish is not None and wish.version > version:  # workers drop what is not wished
+            if wish is not None and wish.version > version:  # workers drop contents not in the wish
                 raise _changed_meanwhile(request.name)
 
     async def _ask_to_load(

@@ -408,8 +408,8 @@ class Router:
         self._admission.look()
 
     def _drop_hung(self, snapshot: Snapshot) -> None:
-        """Close the streams to workers whose engines hang, so that their requests go on elsewhere.
-        """
+        """Close the streams to workers whose engines hang, so that their requests go on
+        elsewhere."""
         max_step_s = self._settings.times.max_step_s
         for worker in hung_workers(snapshot.workers, max_step_s).values():
             clients = self._streams if worker.role == DECODE else self._prefills

@@ -46,12 +46,11 @@ class ClusterStatus:
         check_integrity: Callable[[], str],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """Args:
-            timeout_s: limit of each call to a worker or store.
-            max_step_s: age of an engine step, in seconds, from which a worker is reported as
-                hanging.
-            check_integrity: checks the router's own invariants; returns what is broken, or an empty
-                string."""
+        """timeout_s: limit of each call to a worker or store.
+        max_step_s: age of an engine step, in seconds, from which a worker is reported as
+            hanging.
+        check_integrity: checks the router's own invariants; returns what is broken, or an empty
+            string."""
         self._registry = registry
         self._lookup = lookup
         self._served = served

@@ -178,8 +178,8 @@ class FailoverBudget:
         return self._mark_move if self.is_on else self._times.mark
 
     def stage(self, name: str) -> str:
-        """Return the name under which time of stage `name` is booked: `STAGE` between two workers.
-        """
+        """Return the name under which time of stage `name` is booked: `STAGE` between two
+        workers."""
         return STAGE if self.is_on else name
 
     def note(self, loss: Loss) -> None:
@@ -271,7 +271,7 @@ class AnswerDelivery:
             if not self.embedding:
                 raise Internal("the prefill worker gave no embedding")
             last.embedding.extend(self.embedding)
-        if job.is_prompt_only:  # whatever the token was that came with it
+        if job.is_prompt_only:  # the drawn token means nothing
             last.usage.num_output_tokens = 0
             last.finish_reason = common_pb2.FINISH_REASON_LENGTH
             last.ClearField("stop_token_id")
@@ -302,8 +302,8 @@ _ROOM_POLL_S = 0.1
 
 
 class Reserving:
-    """Search for the workers of one request; its result is a pair whose decode worker holds blocks.
-    """
+    """Search for the workers of one request; its result is a pair whose decode worker holds
+    blocks."""
 
     def __init__(
         self,
@@ -317,12 +317,11 @@ class Reserving:
         on_queued: Callable[[], None],
         is_again: bool = False,
     ) -> None:
-        """Args:
-            mark: called with each stage as it ends.
-            on_choice: called with each choice as it is made.
-            on_lack: called with the role of which a worker is waited for.
-            on_queued: called when a decode worker has queued the request for places.
-            is_again: whether the request has lost its decode worker."""
+        """mark: called with each stage as it ends.
+        on_choice: called with each choice as it is made.
+        on_lack: called with the role of which a worker is waited for.
+        on_queued: called when a decode worker has queued the request for places.
+        is_again: whether the request has lost its decode worker."""
         self.leg: DecodeCall | None = None
         """The reservation; None: no decode worker is needed, or none was found."""
         self.fingerprint = ""
@@ -337,7 +336,8 @@ class Reserving:
         self._is_again = is_again
 
     async def run(self, asking: RoutingQuery) -> tuple[Choice, RoutingQuery]:
-        """Return the chosen workers; the decode worker, if one is needed, has set blocks aside.
+        """Find the workers. Returns: the choice, whose decode worker (if one is needed) has set
+        blocks aside, and the routing query that it answers.
 
         Raises: BatonError: the last worker's refusal, or that there is no worker.
         """
@@ -505,10 +505,9 @@ class PrefillLeg:
         show_first: ShowFirst,
         show_prompt_logprobs: ShowPrompt,
     ) -> None:
-        """Args:
-            decode: the reservation for the answer; None: the answer ends with its first token.
-            show_first: puts a first token into `samples` and shows it.
-            show_prompt_logprobs: does the same with log probabilities of the prompt's next tokens.
+        """decode: the reservation for the answer; None: the answer ends with its first token.
+        show_first: puts a first token into `samples` and shows it.
+        show_prompt_logprobs: does the same with log probabilities of the prompt's next tokens.
         """
         self._cluster = cluster
         self._job = job
@@ -519,7 +518,8 @@ class PrefillLeg:
         self._show_prompt_logprobs = show_prompt_logprobs
 
     async def run(self, choice: Choice, asking: RoutingQuery) -> tuple[Prefilled, RoutingQuery]:
-        """Have the prompt computed by the worker of `choice`, or by a later choice.
+        """Have the prompt computed by the worker of `choice`, or by a later choice. Returns: the
+        result, and the routing query of the last choice.
 
         Raises: BatonError when first tokens are missing and no other worker can draw them.
         """
@@ -641,8 +641,8 @@ _Last = tuple[SampleOutput, inference_pb2.GenerateResponse]
 
 
 class Decoding:
-    """Receiver of what decode workers draw for one request; `run` is called once for each worker.
-    """
+    """Receiver of what decode workers draw for one request; `run` is called once for each
+    worker."""
 
     def __init__(
         self,
@@ -884,7 +884,7 @@ class RequestLifecycle:
             if asking.has_kv:
                 if self._has_kv():
                     break
-                # It lapsed while a worker was looked for.
+                # The handle lapsed during the search for a worker.
                 self._need_leg("a handle without decode").cancel()
                 self.state = LifecycleState.MOVING
                 continue
@@ -1014,8 +1014,8 @@ class RequestLifecycle:
     # ---- the prefill worker
 
     async def _prefill(self, choice: Choice, asking: RoutingQuery) -> RoutingQuery:
-        """Obtain the next token of each sample, and the handle on the KV before it if there is one.
-        """
+        """Obtain the next token of each sample, and the handle on the KV before it if there
+        is one."""
         self.state = LifecycleState.PREFILLING
         self._samples.begin_prefill()
         num_found = asking.ask.num_prompt_tokens - choice.num_computed
@@ -1032,7 +1032,7 @@ class RequestLifecycle:
         prefilled, asking = await leg.run(choice, asking)
         self._fingerprint = prefilled.fingerprint
         if asking.decision is not None:
-            self.choice = asking.decision.choice  # another one than the first, after a retry
+            self.choice = asking.decision.choice  # differs from `choice` after a retry
         if self._leg is not None:
             workers = [prefilled.worker_id, self._leg.worker_id]
             self._to_note = partial(
@@ -1054,8 +1054,8 @@ class RequestLifecycle:
         return asking
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
-        """Show a sample's first token. If it ends the answer, cancel the decode worker right away.
-        """
+        """Show a sample's first token. If it ends the answer, cancel the decode worker
+        right away."""
         num_otherwise = self._samples.num_drawn_otherwise
         message = self._samples.take_first(first)
         if self._samples.num_drawn_otherwise > num_otherwise:
@@ -1077,8 +1077,8 @@ class RequestLifecycle:
     # ---- the decode worker
 
     async def _decode_alone(self, asking: RoutingQuery) -> Loss | None:
-        """Have the decode worker compute the prompt itself and draw the whole rest of the answer.
-        """
+        """Have the decode worker compute the prompt itself and draw the whole rest of the
+        answer."""
         leg = self._need_leg("nobody was chosen to compute the prompt")
         self._asking, self.state = asking, LifecycleState.DECODING
         self._account.expect(min(leg.num_tokens_local, len(self._job.prompt_token_ids) - 1))
@@ -1140,8 +1140,8 @@ class RequestLifecycle:
             self._handle = self._decoding.take_handle()  # given back at the end, if not used
 
     def _note_loss(self, loss: Loss) -> None:
-        """Count a loss and log it. Raises: BatonError when the request has lost too many workers.
-        """
+        """Count a loss and log it. Raises: BatonError when the request has lost too many
+        workers."""
         self._failover.note(loss)
         self.state = LifecycleState.MOVING
         self._log_retry(
@@ -1157,8 +1157,8 @@ class RequestLifecycle:
         logs.event(logger, event, level=level, request_id=self._job.request_id, **about)
 
     def _note_answer(self) -> None:
-        """Record where the answer's KV is, so that the conversation's next turn may be sent there.
-        """
+        """Record where the answer's KV is, so that the conversation's next turn may be sent
+        there."""
         if self._leg is not None and self._asking is not None and self._decoding.has_drawn:
             job = self._job
             # The last token was never fed back into the model: no worker has its KV.

@@ -382,10 +382,9 @@ class RouterMetrics(Collector):
         snapshot: Callable[[], Snapshot] = Snapshot,
         others: Callable[[Labels], Iterable[Metric]] = lambda labels: (),
     ) -> None:
-        """Args:
-            num_in_flight: returns the requests in flight.
-            snapshot: returns the registry's snapshot at a scrape.
-            others: returns metrics that are counted elsewhere, at a scrape."""
+        """num_in_flight: returns the requests in flight.
+        snapshot: returns the registry's snapshot at a scrape.
+        others: returns metrics that are counted elsewhere, at a scrape."""
         self._registry = CollectorRegistry()
         self._id = router_id
         self._snapshot = snapshot

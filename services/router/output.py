@@ -149,9 +149,8 @@ class AnswerOutput:
         *,
         num_scored_tokens: int = 0,
     ) -> None:
-        """Args:
-            answers: the samples, by index.
-            num_scored_tokens: prompt tokens of which log probabilities were asked for."""
+        """answers: the samples, by index.
+        num_scored_tokens: prompt tokens of which log probabilities were asked for."""
         self._answers = answers
         self._sampling = sampling
         self._drawn: list[list[int]] = [[] for _ in answers]

@@ -107,9 +107,8 @@ class Registry:
         on_change: Callable[[Snapshot], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-            client: is not closed by this object.
-            on_change: called in the loop after each poll whose result was taken."""
+        """client: is not closed by this object.
+        on_change: called in the loop after each poll whose result was taken."""
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._timeout_s = timeout_s
@@ -192,8 +191,8 @@ class Registry:
         return replace(before, is_redis_reachable=False)
 
     async def _read(self) -> Callable[[], Snapshot]:
-        """Read everything from Redis. Returns: a function that takes the result as the known state.
-        """
+        """Read everything from Redis. Returns: a function that takes the result as the
+        known state."""
         began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
             # Before the workers, so that their entries show what they loaded for each wish.

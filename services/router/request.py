@@ -215,8 +215,8 @@ class EncodedPrompt:
     template)."""
 
     token_ids: Sequence[int]
-    """A repeated field of a protobuf message, so that copies into other messages avoid Python ints.
-    """
+    """A repeated field of a protobuf message, so that copies into other messages avoid
+    Python ints."""
     context_ids: Sequence[int]
 
 
@@ -230,8 +230,8 @@ class PromptEncoder:
         """Tokens and strings that end a tool call of this model."""
         self.takes_tools = template is not None and template.takes_tools
         self.tool_call_format = None
-        """Syntax of this model's tool calls; None: it takes no tools, or its syntax is not known.
-        """
+        """Syntax of this model's tool calls; None: it takes no tools, or its syntax is not
+        known."""
         if template is not None and template.takes_tools:
             self.tool_call_format = find_format(template.source)
         self.names = TokenBytes(tokenizer)
@@ -394,7 +394,7 @@ class Preparer:
         tenant, request_id, asked = attempt.tenant, attempt.request_id, request.sampling
         is_prompt_only = request.embed or max_tokens == 0
         if is_prompt_only:
-            max_tokens = 1  # a worker answers with the token that it draws, whatever it is
+            max_tokens = 1  # a worker always draws a token; it is not shown
         ends = self._tool_call_ends(asked)
         seed = asked.seed if asked.HasField("seed") else identity.seed_of(tenant, request_id)
         sampling = fill_sampling_defaults(

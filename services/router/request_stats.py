@@ -15,8 +15,8 @@ prompt.
 
 `RequestLog` follows each request with a RequestRecord: its tenant, state, times and KV account, but
 no text. A record is live until the request ends, then kept among the last `num_kept`. Invariants:
-the live records are those of the requests in flight that were let in; `totals` is the sum over all
-ended requests.
+the live records are those of the requests that the table of attempts has admitted; `totals` is the
+sum over all ended requests.
 
 `UsageHistory` keeps the changes of the log's totals for the last NUM_POINTS intervals, so that a
 page that is opened shows the recent past.
@@ -473,8 +473,8 @@ class RequestLog:
             self._ended.append(record)
 
     def newest(self, num: int) -> list[inference_pb2.RequestInfo]:
-        """Return at most `num` records: running requests, newest first, then those that ended last.
-        """
+        """Return at most `num` records: running requests, newest first, then those that
+        ended last."""
         return [record.to_proto() for record in itertools.islice(self._newest(), num)]
 
     def find(self, request_id: str, tenant: str = "") -> RequestRecord | None:

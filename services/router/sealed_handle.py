@@ -28,8 +28,8 @@ VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5
 
 
 class WireField(NamedTuple):
-    """Position of one field in encoded bytes: the tag begins at `start`, the value is [begin, end).
-    """
+    """Position of one field in encoded bytes: the tag begins at `start`, the value is
+    [begin, end)."""
 
     number: int
     wire_type: int
@@ -188,8 +188,8 @@ class SealedHandle:
 
 @dataclass(frozen=True)
 class PrefillNews:
-    """One reply of a prefill worker: the parsed message without the handle, and the handle if any.
-    """
+    """One reply of a prefill worker: the parsed message without the handle, and the handle
+    if any."""
 
     reply: prefill_pb2.PrefillReply
     handle: SealedHandle | None

@@ -168,8 +168,8 @@ class RouterService:
         return ANYBODY if self.keys is None else self.keys.caller_of(authorization)
 
     def encoder(self, model: str) -> PromptEncoder:
-        """Return the prompt encoder of a model (empty: of the only one). Raises: InvalidArgument.
-        """
+        """Return the prompt encoder of a model (empty: of the only one). Raises:
+        InvalidArgument."""
         return self.models.find(model).preparer.encoder
 
     def deadline(
@@ -350,8 +350,8 @@ class RouterService:
 
     def ready(self) -> None:
         """Raises: Unavailable when a model lacks a serving worker of some role. A model that has no
-            workers, and none starting, counts as ready where requests are held for it: it is scaled
-            to zero, and only a request brings workers back."""
+        workers, and none starting, counts as ready where requests are held for it: it is scaled
+        to zero, and only a request brings workers back."""
         for model in self.models:
             if not (self.holding.is_on and model.candidates.is_at_zero()):
                 model.candidates.check_serving()

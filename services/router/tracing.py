@@ -72,9 +72,8 @@ class RequestTrace:
         times: StageTimes,
         model: str,
     ) -> None:
-        """Args:
-            request: None for a request that could not be parsed.
-            model: name of the served model."""
+        """request: None for a request that could not be parsed.
+        model: name of the served model."""
         self._times = times
         self._call = call
         self._has_begun = False
@@ -132,8 +131,8 @@ class RequestTrace:
             self._last = message
 
     def on_end(self, outcome: str, state: str) -> None:
-        """Record how the request ended: `outcome` as in metrics, `state` as the lifecycle names it.
-        """
+        """Record how the request ended: `outcome` as in metrics, `state` as the lifecycle
+        names it."""
         self._outcome, self._state = outcome, state
 
     def end(self, error: BaseException | None) -> None:

@@ -191,11 +191,11 @@ class WorkerStream(ABC, Generic[LegT]):
         self._failure = Unavailable(f"{self._who} is not reached yet")
         self._task = asyncio.create_task(self._run())
 
-    # ---- what a role adds
+    # ---- implemented by the stream of each role
 
     @abstractmethod
     def _begin(self, channel: grpc.aio.Channel) -> Call:
-        """Open the stream's call."""
+        """Open the gRPC call of the stream on `channel`."""
 
     @abstractmethod
     def _take(self, message: Any) -> None:
@@ -204,7 +204,7 @@ class WorkerStream(ABC, Generic[LegT]):
     def _on_break(self) -> None:
         """Clean up after the stream has gone down, before its calls fail."""
 
-    # ---- what all have
+    # ---- common to both roles
 
     @property
     def is_up(self) -> bool:
@@ -224,7 +224,7 @@ class WorkerStream(ABC, Generic[LegT]):
 
     def check_integrity(self) -> None:
         """Raises: Internal when a call that is over is still in the table, or the table holds calls
-            while the stream is down."""
+        while the stream is down."""
         if any(leg.is_over or leg.key != key for key, leg in self._legs.items()):
             raise Internal(f"stream to {self.worker_id} keeps a leg that is over")
         if self._legs and not self._is_up:
@@ -315,8 +315,8 @@ class WorkerStream(ABC, Generic[LegT]):
         return True
 
     async def _reached(self, channel: grpc.aio.Channel) -> bool:
-        """Return whether the worker accepted the connection; a refused connection returns at once.
-        """
+        """Return whether the worker accepted the connection; a refused connection returns
+        at once."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 state = channel.get_state(try_to_connect=True)
@@ -475,11 +475,10 @@ class PrefillCall:
         on_partial: Callable[[SealedHandle], None],
         give_back: GiveBack,
     ) -> None:
-        """Args:
-            who: the worker, as errors name it.
-            on_partial: called with each partial handle until the account has come or the call is
-                closed.
-            give_back: called with a handle that the reader did not take."""
+        """who: the worker, as errors name it.
+        on_partial: called with each partial handle until the account has come or the call is
+            closed.
+        give_back: called with a handle that the reader did not take."""
         self.key = key
         self.state = CallState.RUNNING
         self._who = who
@@ -674,8 +673,8 @@ class Listener(Protocol):
         ...
 
     def prefetch(self, partial: SealedHandle) -> None:
-        """Take a partial handle, which names what is stored so far. Its leases stay the worker's.
-        """
+        """Take a partial handle, which names what is stored so far. Its leases stay the
+        worker's."""
         ...
 
     def account_deadline(self) -> Deadline:
@@ -772,7 +771,7 @@ class PrefillClient:
                     call, num_first_messages(request.sampling), listener, deadline, who
                 )
             finally:
-                call.close()  # nothing once it is over
+                call.close()  # sends nothing once the call is over
         finally:
             self._count(worker.worker_id, -num_tokens)
             self._num_under_way -= 1
@@ -797,8 +796,8 @@ class PrefillClient:
 
     def check_integrity(self) -> None:
         """Raises: Internal when a stream breaks its invariant, a count is negative, tokens are
-            counted as queued without a call of `prefill`, or more prompts run than `prefill` has
-            callers."""
+        counted as queued without a call of `prefill`, or more prompts run than `prefill` has
+        callers."""
         self._streams.check_integrity()
         if min((*self._queued_tokens.values(), self._num_under_way), default=0) < 0:
             raise Internal("a prefill count is below 0")
@@ -1130,10 +1129,9 @@ class DecodeStream(WorkerStream[DecodeCall]):
         on_load: Callable[[], None] = lambda: None,
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """Args:
-            on_progress: called when a call ends, because there may be room now.
-            on_load: called when the known load of the worker, or the state of the stream, has
-                changed."""
+        """on_progress: called when a call ends, because there may be room now.
+        on_load: called when the known load of the worker, or the state of the stream, has
+            changed."""
         self.load: StepLoad | None = None
         self._on_progress = on_progress
         self._on_load = on_load
@@ -1184,7 +1182,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
 
     def check_integrity(self) -> None:
         """Raises: Internal as WorkerStream's, and when a reservation is counted as unanswered
-            without a call."""
+        without a call."""
         super().check_integrity()
         if not self._unanswered.keys() <= self._legs.keys():
             raise Internal(f"stream to {self.worker_id} waits for an answer to nobody")
