@@ -222,6 +222,7 @@ class AdapterChanges:
     # ---- inside
 
     def _check_name(self, name: str, model: OneModel) -> None:
+        """Raises: InvalidArgument or FailedPrecondition when the name is not free."""
         if problem := adapter_wishes.name_problem(name):
             raise InvalidArgument("adapter", problem)
         if name in self._models().all_names:
@@ -238,6 +239,7 @@ class AdapterChanges:
     def _check_model(
         self, name: str, model: OneModel, before: common_pb2.AdapterWish | None
     ) -> None:
+        """Raises: FailedPrecondition when the adapter belongs to another model."""
         digest = adapter_wishes.digest_of(before)
         if before is not None and digest and before.model not in model.served.names:
             raise FailedPrecondition(
@@ -246,6 +248,7 @@ class AdapterChanges:
             )
 
     async def _look(self) -> Snapshot:
+        """Poll the registry. Raises: Unavailable while Redis is away."""
         snapshot = await self._registry.poll()
         if not snapshot.is_redis_reachable:
             raise Unavailable("Redis is not reachable: adapters cannot change", retry_after_s=1.0)
@@ -437,6 +440,7 @@ class AdapterChanges:
         await self._registry.poll()
 
     async def _entries(self) -> Mapping[bytes, bytes]:
+        """Read all wishes from Redis, encoded, by name."""
         client: Any = self._redis
         entries: Mapping[bytes, bytes] = await client.hgetall(adapter_wishes.KEY)
         return entries
@@ -473,6 +477,7 @@ class AdapterChanges:
             await self._registry.poll()
 
     def _is_served(self, name: str, wish: common_pb2.AdapterWish | None) -> bool:
+        """Return whether this router serves the wish's current content."""
         digest = adapter_wishes.digest_of(wish)
         if not digest:
             return False
@@ -485,6 +490,7 @@ class AdapterChanges:
         return False
 
     def _others(self, snapshot: Snapshot) -> Mapping[str, RouterAdapters]:
+        """Return the adapters of the other routers, by router id."""
         return {
             router_id: _adapters_of(entry)
             for router_id, entry in snapshot.routers.items()
@@ -520,6 +526,7 @@ def users(
 
 
 def _follows(adapters: RouterAdapters, name: str, version: int, needs_served: bool) -> bool:
+    """Return whether a router has seen a version of the wish, and serves it if `needs_served`."""
     entry = adapters.get(name) if adapters is not None else None
     return entry is not None and entry.version >= version and (entry.is_served or not needs_served)
 
@@ -541,6 +548,7 @@ def _is_same_change(one: common_pb2.AdapterWish, other: common_pb2.AdapterWish) 
 
 
 def _adapters_of(entry: bytes) -> RouterAdapters:
+    """Parse a router's entry; None: it cannot be parsed."""
     try:
         status = json_format.Parse(
             entry.decode(), router_status_pb2.RouterStatus(), ignore_unknown_fields=True

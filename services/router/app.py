@@ -341,6 +341,7 @@ class Router:
                 raise BatonError(f"idle, but left over: {left}")
 
     def _other_metrics(self, labels: Labels) -> Iterator[Metric]:
+        """Return the metrics that other parts of the router count."""
         counts = self.tracing.counters
         yield metrics.trace_spans(
             labels, counts.num_exported, counts.num_failed, counts.num_dropped
@@ -383,6 +384,7 @@ class Router:
         )
 
     def _is_ready(self) -> bool:
+        """Return whether the gRPC health check reports SERVING."""
         try:
             self.desk.ready()
         except Unavailable:
@@ -390,6 +392,7 @@ class Router:
         return True
 
     def _integrity_error(self) -> str:
+        """Return the broken invariant, or an empty string."""
         try:
             self.check_integrity()
         except BatonError as error:
@@ -397,6 +400,7 @@ class Router:
         return ""
 
     def _on_registry(self, snapshot: Snapshot) -> None:
+        """Pass a new snapshot to every part that follows the registry."""
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
         self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})
@@ -421,6 +425,7 @@ class Router:
                 logs.event(logger, "worker_hangs", level=logging.WARNING, why=why)
 
     def _make_desk(self, models: Sequence[ServedCheckpoint]) -> RouterService:
+        """Build the front end with one entry for each model."""
         settings = self._settings
         salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         status = ClusterStatus(

@@ -131,6 +131,7 @@ class ClusterStatus:
     async def _worker(
         self, heartbeat: common_pb2.WorkerStatus
     ) -> tuple[common_pb2.WorkerStatus, bool]:
+        """Return a worker's status, and whether it answered; else its last heartbeat."""
         make_stub = (
             prefill_pb2_grpc.PrefillStub
             if heartbeat.role == PREFILL
@@ -146,6 +147,7 @@ class ClusterStatus:
         return status, True
 
     async def _store(self, store: StoreView) -> inference_pb2.StoreStatus:
+        """Return a store's status; `reachable` is false when it does not answer."""
         reply = inference_pb2.StoreStatus(
             node_id=store.node_id, address=store.address, incarnation=store.incarnation
         )
@@ -233,6 +235,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    """Return one line for each store whose file tier is off."""
     return [
         f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
         for store in stores
@@ -241,6 +244,7 @@ def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
 
 
 def _damaged(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    """Return one line for each store that found damaged blocks."""
     return [
         f"store {store.node_id} found {store.num_damaged} damaged blocks since it started: its "
         "memory is faulty, or another process writes into it"
@@ -250,4 +254,5 @@ def _damaged(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
 
 
 def _silent(answers: Iterable[tuple[str, bool]]) -> list[str]:
+    """Return one line for each (name, has answered) that has not answered."""
     return [f"{name} does not answer" for name, answered in answers if not answered]

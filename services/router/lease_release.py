@@ -61,6 +61,7 @@ class LeaseRelease:
         await asyncio.gather(*self._tasks)
 
     async def _tell(self, address: str, role: PeerRole, lease_ids: list[str]) -> None:
+        """Release leases at one store or lender; a failure is logged."""
         async with self._dial(address, role) as channel:
             try:
                 await kvstore_pb2_grpc.KvStoreStub(channel).Release(

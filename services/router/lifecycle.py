@@ -129,6 +129,7 @@ class Loss:
 
     @property
     def why(self) -> str:
+        """The reason of the loss, for logs and errors."""
         return str(self.error or f"decode worker {self.worker_id} left")
 
 
@@ -444,6 +445,7 @@ class Reserving:
         return leg
 
     def _request(self, worker: WorkerView) -> decode_pb2.ReserveDecode:
+        """Make the reservation message for `worker`."""
         job = self._job
         return decode_pb2.ReserveDecode(
             request_id=job.leg_id,
@@ -488,6 +490,7 @@ class Prefilled:
 
     @property
     def fingerprint(self) -> str:
+        """Fingerprint of the model on the prefill worker."""
         return self.layout[0]
 
 
@@ -575,6 +578,7 @@ class PrefillLeg:
         return worker
 
     async def _call(self, worker: WorkerView, choice: Choice, asking: RoutingQuery) -> PrefillNews:
+        """Send the prompt to `worker`. Returns: its last message. Raises: BatonError."""
         job = self._job
         request = prefill_pb2.PrefillRequest(
             request_id=job.leg_id,
@@ -624,6 +628,7 @@ class PrefillLeg:
         return again
 
     def _log(self, event: str, worker_id: str, error: BatonError) -> None:
+        """Count and log that the call to a prefill worker failed."""
         self._cluster.routing.metrics.on_retry(event)
         logs.event(
             logger,
@@ -794,6 +799,7 @@ def seconds_of(times: Iterable[common_pb2.StageTime]) -> Sequence[tuple[str, flo
 
 
 def _account_in(arrival: CallUpdate) -> _Account | None:
+    """Return the worker's account in an update; None: it has not come."""
     return arrival.moved.news if arrival.moved is not None else arrival.finished
 
 
@@ -996,17 +1002,20 @@ class RequestLifecycle:
             self._fingerprint = reserving.fingerprint or self._fingerprint
 
     def _on_choice(self, choice: Choice) -> None:
+        """Record a choice of `Reserving`."""
         self.choice = choice
         if not self._failover.is_on:
             self.state = LifecycleState.RESERVING
 
     def _on_lack(self, role: str) -> None:
+        """Record that a worker of `role` is waited for."""
         if not self._failover.is_on:
             self.state = (
                 LifecycleState.LACKING_PREFILL if role == PREFILL else LifecycleState.LACKING_DECODE
             )
 
     def _on_queued(self) -> None:
+        """Record that the decode worker queues the request for places."""
         self._on_reserved()
         if not self._failover.is_on:
             self.state = LifecycleState.LACKING_PLACE
@@ -1068,6 +1077,7 @@ class RequestLifecycle:
         await self._delivery.show(message)
 
     async def _show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        """Show those of the prompt's log probabilities that are new."""
         new = self._samples.take_prompt(logprobs)
         request_id = self._job.request_id
         await self._delivery.show(
@@ -1128,6 +1138,7 @@ class RequestLifecycle:
             note()
 
     def _need_leg(self, otherwise: str) -> DecodeCall:
+        """Return the reservation. Raises: Internal, with `otherwise`, when there is none."""
         if self._leg is None:
             raise Internal(otherwise)
         return self._leg

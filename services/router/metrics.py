@@ -121,6 +121,7 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     async def _count(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Count an answer when it begins; an aiohttp signal handler."""
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else NO_ROUTE
         self._answers.labels(self._id, path, str(response.status)).inc()
@@ -303,6 +304,7 @@ class Traffic:
 
 
 def _end_of(error: BaseException) -> TrafficEnd:
+    """Return the outcome of a request that ended with `error`."""
     if isinstance(error, OverRate | InvalidArgument | AlreadyExists):
         return TrafficEnd.REJECTED
     if isinstance(error, NoCapacity | Unavailable):
@@ -619,6 +621,7 @@ class _SampleTimes:
 
     @property
     def per_token_s(self) -> float | None:
+        """Mean seconds per token after the first message; None: there was no such token."""
         if not self.num_later_tokens:
             return None
         return (self.last_s - self.first_s) / self.num_later_tokens

@@ -121,6 +121,7 @@ class SampleOutput:
         return self._message(TextDelta())
 
     def _message(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
+        """Make a message of visible text and ids, with the logprobs and traces of those ids."""
         num_tokens = len(delta.token_ids)
         return inference_pb2.GenerateResponse(
             request_id=self._request_id,

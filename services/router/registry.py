@@ -185,6 +185,7 @@ class Registry:
                 logger.exception("registry_poll_failed")
 
     def _away(self, error: BaseException) -> Snapshot:
+        """Return the last snapshot, marked as taken without Redis."""
         before = self.snapshot
         if before.is_redis_reachable:
             logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
@@ -383,6 +384,7 @@ def _store_name(node_id: str) -> str:
 
 
 def _parse_worker(worker_id: bytes, entry: bytes, before: WorkerView | None) -> _Entry:
+    """Parse a worker's entry; an entry that cannot be parsed has a `problem` and no view."""
     unread = common_pb2.WorkerStatus()
     try:
         status = json_format.Parse(
@@ -398,6 +400,7 @@ def _parse_worker(worker_id: bytes, entry: bytes, before: WorkerView | None) -> 
 
 
 def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView | None:
+    """Return the store of an entry; None, with a line in `problems`: it cannot be parsed."""
     try:
         values = json.loads(entry)
         if not isinstance(values, dict):
@@ -415,6 +418,8 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
 
 
 def _parse_starting(entry: bytes, problems: list[str]) -> StartingWorker | None:
+    """Return the starting worker of an entry; None, with a line in `problems`: it cannot be
+    parsed."""
     try:
         values = json.loads(entry)
         return StartingWorker(*(_text(values, name) for name in ("worker_id", "role", "model")))

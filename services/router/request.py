@@ -160,6 +160,7 @@ def read_arguments(text: str) -> dict[str, Any] | str:
 
 
 def _read_tool(text: str, path: str) -> dict[str, Any]:
+    """Parse a tool. Raises: InvalidArgument naming `path`."""
     tool = read_object(text, path)
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
@@ -171,6 +172,7 @@ def _read_tool(text: str, path: str) -> dict[str, Any]:
 
 
 def _read_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         entry["name"] = message.name
@@ -280,11 +282,13 @@ class PromptEncoder:
 
 
 def _num_chars(message: inference_pb2.ChatMessage) -> int:
+    """Return the characters of a message that are to be encoded."""
     num_chars = len(message.content) + len(message.reasoning_content)
     return num_chars + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def _field_of(token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids as a repeated field of a protobuf message."""
     return inference_pb2.TokenIds(ids=token_ids).ids
 
 
@@ -313,6 +317,7 @@ class RouterRequest:
 
     @property
     def needs_decode(self) -> bool:
+        """Whether a decode worker is needed: more than one token, or a beam search."""
         # The decode worker compares a beam search's hypotheses at the end, even those of one token.
         return self.sampling.max_tokens > 1 or self.sampling.HasField("beam")
 
@@ -440,6 +445,8 @@ class Preparer:
         return job, answers
 
     def _tool_call_ends(self, asked: common_pb2.SamplingParams) -> ToolCallEnds:
+        """Return what ends a tool call if the request asks to stop there. Raises:
+        InvalidArgument when the model has no such end."""
         if not asked.stop_at_tool_call:
             return NO_TOOL_CALLS
         ends = self.encoder.tool_call_ends
@@ -452,6 +459,7 @@ class Preparer:
         return ends
 
     def _bad_word_ids(self, asked: common_pb2.SamplingParams) -> list[tuple[int, ...]]:
+        """Return the bad words as token ids. Raises: InvalidArgument."""
         try:
             return bad_word_ids(self.encoder.tokenizer, asked.bad_words)
         except ValueError as error:

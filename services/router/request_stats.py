@@ -144,6 +144,7 @@ class StageTimes:
         return self._clock() - self.begin_s
 
     def _lap(self) -> tuple[float, float]:
+        """Set a mark. Returns: the last mark and the new one."""
         begin_s, self._last_s = self._last_s, self._clock()
         return begin_s, self._last_s
 
@@ -168,6 +169,7 @@ class StageTimes:
         self._add(rest, at_s, end_s, details)
 
     def _add(self, stage: str, begin_s: float, end_s: float, details: Details | None) -> None:
+        """Add a piece to a stage; an empty piece adds no lap."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + (end_s - begin_s)
         if end_s <= begin_s:
             return
@@ -491,9 +493,11 @@ class RequestLog:
         }
 
     def _newest(self) -> Iterator[RequestRecord]:
+        """Return all records: running requests, newest first, then ended ones, newest first."""
         return itertools.chain(reversed(self._live), reversed(self._ended))
 
     def _count(self, record: RequestRecord) -> None:
+        """Add an ended request to the totals."""
         totals = self.totals
         totals.num_finished += record.outcome == "finished"
         totals.num_failed += record.outcome == "failed"

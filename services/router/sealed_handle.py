@@ -255,6 +255,7 @@ def words_of(data: bytes) -> Iterator[PrefillWord]:
 
 
 def _word_in(data: bytes, event: WireField) -> PrefillWord:
+    """Parse one encoded event, without parsing the handle in its reply."""
     replies, rest, position = [], [], event.begin
     for field in fields_of(data, event.begin, event.end):
         if field.number == _REPLY:
@@ -306,5 +307,6 @@ def _signed(number: int) -> int:
 
 
 def _need(field: WireField, wire_type: int) -> None:
+    """Raises: ValueError when the field is not encoded as `wire_type`."""
     if field.wire_type != wire_type:
         raise ValueError(f"field {field.number} is encoded as another type")

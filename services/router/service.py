@@ -225,6 +225,7 @@ class RouterService:
         times: StageTimes,
         trace: RequestTrace,
     ) -> None:
+        """Check and admit a request, then serve it."""
         model = self.models.find(request.model)
         validation.check_request(request, served=model.served.names, limits=self.limits)
         times.mark("receive")
@@ -390,6 +391,7 @@ class RouterService:
         ticket: AdmissionTicket,
         traffic: RequestTraffic,
     ) -> None:
+        """Serve an admitted request; count, log and trace how it ended."""
         flow: RequestLifecycle | None = None
         meter = self.metrics.meter(lambda: times.elapsed_s, others=(traffic,))
 
@@ -459,6 +461,7 @@ class RouterService:
 
 
 def _outcome_of(error: BaseException) -> str:
+    """Return "refused", "cancelled" or "failed" for a request that ended with `error`."""
     if isinstance(error, InvalidArgument):
         return "refused"
     # Cancelled by the client or by a newer attempt.

@@ -177,6 +177,7 @@ class RequestTrace:
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:
+    """Return the request's `gen_ai.operation.name`."""
     if request.embed:
         return "embeddings"
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
@@ -193,6 +194,7 @@ def of_lookup(prefixes: FoundPrefixes) -> dict[str, Value]:
 
 
 def _of_job(job: RouterRequest) -> dict[str, Value]:
+    """Return span attributes of a validated request."""
     sampling = job.sampling
     known: dict[str, Value] = {
         "gen_ai.response.id": job.request_id,
@@ -216,6 +218,7 @@ def _of_job(job: RouterRequest) -> dict[str, Value]:
 
 
 def _of_answer(last: inference_pb2.GenerateResponse) -> dict[str, Value]:
+    """Return span attributes of the last message, which carries the request's account."""
     known: dict[str, Value] = {
         "gen_ai.response.model": last.provenance.model,
         "gen_ai.usage.input_tokens": last.usage.num_prompt_tokens,

@@ -264,6 +264,7 @@ class WorkerStream(ABC, Generic[LegT]):
         return leg
 
     async def _run(self) -> None:
+        """Connect and serve, again and again with growing pauses, until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             was_up = False
@@ -330,12 +331,14 @@ class WorkerStream(ABC, Generic[LegT]):
         return True
 
     async def _write(self, call: Call, outgoing: asyncio.Queue[Any]) -> None:
+        """Write queued commands to the call until it ends."""
         # The reader sees the end of a broken call, too, and handles it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await outgoing.get())
 
     def _break(self) -> None:
+        """Fail all calls with the reason why the stream is down."""
         self._is_up = False
         self._attempted.set()
         self._on_break()
@@ -356,6 +359,7 @@ class WorkerStream(ABC, Generic[LegT]):
 
 
 def _copy(error: BatonError) -> BatonError:
+    """Return a new Unavailable with the same text."""
     # One exception object raised in many tasks would mix their tracebacks.
     return Unavailable(str(error), retry_after_s=error.retry_after_s)
 
@@ -437,6 +441,7 @@ class WorkerStreams(Generic[StreamT]):
             stream.check_integrity()
 
     def _drop(self, worker_id: str, why: str) -> None:
+        """Remove a worker's stream, and close it in the background."""
         stream = self._streams.pop(worker_id)
         self.tell(worker_id)
         self._gone_since.pop(worker_id, None)
@@ -491,6 +496,7 @@ class PrefillCall:
 
     @property
     def is_over(self) -> bool:
+        """Whether the worker's last message has come, or the stream has ended."""
         return self.state is CallState.OVER
 
     @property
@@ -552,16 +558,19 @@ class PrefillCall:
         self._changed.set()
 
     def _drop(self, news: PrefillNews) -> None:
+        """Give back the handle of a message that is not read; a partial one stays the worker's."""
         if news.handle is not None and not news.handle.is_partial:
             self._give_back(news.handle)
 
     def _move(self, state: CallState) -> None:
+        """Change the state. Raises: Internal for a transition that is not allowed."""
         if state not in PREFILL_TRANSITIONS[self.state]:
             raise Internal(f"prefill call {self.key}: {self.state.value} -> {state.value}")
         self.state = state
 
 
 def _error_of(failed: prefill_pb2.PrefillFailed, who: str) -> BatonError:
+    """Return the error that a worker's failure message stands for."""
     retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
     error = rpc.error_of_code(failed.code, failed.message, retry_after_s)
     if isinstance(error, Cancelled):
@@ -637,6 +646,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
         )()
 
     def _take(self, message: Any) -> None:
+        """Pass the events of a message to their calls."""
         if not isinstance(message, list):
             raise Unavailable("a message cannot be read")
         for word in message:
@@ -790,6 +800,7 @@ class PrefillClient:
         )
 
     def _count(self, worker_id: str, num_tokens: int) -> None:
+        """Add `num_tokens` (negative: subtract) to the tokens queued at a worker."""
         self._queued_tokens[worker_id] += num_tokens
         self._others.note(worker_id, self._queued_tokens[worker_id])
         self._streams.tell(worker_id)
@@ -833,6 +844,7 @@ async def _read(
 
 
 async def _next(call: PrefillCall, deadline: Deadline, what: str) -> PrefillNews:
+    """Return the call's next message. Raises: DeadlineExceeded naming `what` was waited for."""
     if call.has_news:
         return await call.next()
     async with deadline.timeout(what):
@@ -899,6 +911,8 @@ class CallUpdate:
 
 @dataclass
 class _Inbox:
+    """News of a decode call that its reader has not taken."""
+
     samples: dict[int, SampleNews] = field(default_factory=dict)
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
@@ -931,6 +945,7 @@ class DecodeCall:
 
     @property
     def is_over(self) -> bool:
+        """Whether the worker's last message has come, or the stream has ended."""
         return self.state is LegState.OVER
 
     async def wait_answered(self, deadline: Deadline) -> None:
@@ -960,6 +975,7 @@ class DecodeCall:
         self._check_reserving()
 
     def _check_reserving(self) -> None:
+        """Raises: the error, if the call ended while a reservation was waited for."""
         if self._inbox.error is not None:
             raise self._inbox.error
         if self.state not in (LegState.RESERVING, LegState.RESERVED):
@@ -1061,12 +1077,14 @@ class DecodeCall:
         self._inbox.changed.set()
 
     def _give_back_untaken(self) -> None:
+        """Give back the handle of a move that the reader has not taken."""
         moved = self._inbox.moved
         if moved is not None and moved.handle is not None:
             self._inbox.moved = Moved(moved.news, None)
             self.give_back(moved.handle)
 
     def _put(self, part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished) -> None:
+        """Merge tokens of one sample into the inbox."""
         # After a cancel there is no reader: tokens drawn before the worker saw it are dropped.
         if self.state is LegState.CANCELLING:
             return
@@ -1086,6 +1104,7 @@ class DecodeCall:
         self._inbox.changed.clear()
 
     def _move(self, state: LegState) -> None:
+        """Change the state. Raises: Internal for a transition that is not allowed."""
         if state not in DECODE_TRANSITIONS[self.state]:
             raise Internal(f"decode leg {self.key}: {self.state.value} -> {state.value}")
         self.state = state
@@ -1094,6 +1113,7 @@ class DecodeCall:
 
 
 def _moved(news: decode_pb2.DecodeMoved) -> Moved:
+    """Split a DecodeMoved into the message and its handle."""
     handle = None
     if news.HasField("handle"):
         handle = SealedHandle(news.handle.SerializeToString(), is_partial=False)
@@ -1195,6 +1215,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
         )()
 
     def _take(self, message: Any) -> None:
+        """Pass the events of a message to their calls, and record the worker's load."""
         if not isinstance(message, decode_pb2.DecodeEvents):
             raise Unavailable("a message cannot be read")
         for event in message.events:
@@ -1208,6 +1229,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
         self._on_load()
 
     def _dispatch(self, event: decode_pb2.DecodeEvent) -> None:
+        """Pass an event to its call; remove the call when it is over."""
         leg = self._leg(event.key)
         if leg is None:
             return
