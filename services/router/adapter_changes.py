@@ -1,14 +1,15 @@
-"""Adapters of a running cluster: loaded, replaced, unloaded on all workers of a model or on none.
+"""AdapterChanges: loads, replaces and unloads LoRA adapters on all workers of a model of a running
+cluster, or on none.
 
-A load prepares the content beside what the workers have: each is asked, and holds it for a while.
-When every worker that lives says in the registry that it has it, the wish in Redis
-(`services.adapter_wishes`) is changed, by comparison with what it was: from then on new requests
-get the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
-that began keep their content: it stays in the wish as an old one until no router says that it uses
-it. An unload is the same change to no content.
+A load has every worker prepare the new content beside what it serves, and hold it for a while. When
+every live worker reports in the registry that it has the content, the adapter's wish in Redis
+(`services.adapter_wishes`) is changed by compare-and-swap. From then on new requests get the new
+content, whatever fails; until then all get the old content, and what was prepared lapses. Running
+requests keep the content that they began with: it stays in the wish as an old version until no
+router reports a use of it. An unload is the same change to no content.
 
-States of a load: preparing -> committed -> served by every router | failed (the name of the worker
-that did not load it; nothing changed). One asyncio loop.
+States of a load: preparing -> committed -> served by every router | failed (with the name of the
+worker that did not load it; nothing changed). One asyncio loop.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from services.router.worker_views import Snapshot, WorkerView
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-"""Between two looks at the registry while a change is waited for."""
+"""Seconds between two polls of the registry while a change is waited for."""
 
 _HOLD_MORE_S = 10.0
-"""How much longer than a load may take workers hold what they prepared: until they have seen the
-wish. Guessed: many beats."""
+"""Seconds beyond the limit of a load for which workers hold what they prepared, so that they see
+the wish first. Guessed: many heartbeats."""
 
 
 class AdapterChanges:
-    """See the module."""
+    """Coordinator of adapter changes at one router."""
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class AdapterChanges:
         beat_now: Callable[[], None],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """`client` stays its owner's. beat_now: others should hear of this router at once."""
+        """client: is not closed by this object.
+        beat_now: sends this router's heartbeat at once."""
         self._registry = registry
         self._redis = client
         self._use = use
@@ -91,7 +93,7 @@ class AdapterChanges:
         self._tidying: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        """End what is under way by itself."""
+        """End the background task."""
         await end_tasks([self._tidying])
 
     # ---- changes
@@ -99,12 +101,12 @@ class AdapterChanges:
     async def load(
         self, request: inference_pb2.LoadClusterAdapterRequest
     ) -> inference_pb2.LoadClusterAdapterReply:
-        """Have new requests use the content of a folder under a name.
+        """Have new requests for an adapter name use the content of a folder.
 
         Returns: when every router serves it.
-        Raises: InvalidArgument for a name or files that are wrong; NoCapacity; Unavailable or
+        Raises: InvalidArgument for a wrong name or wrong files; NoCapacity; Unavailable or
             DeadlineExceeded naming the worker that does not answer; FailedPrecondition when another
-            change of the name came first. Nothing changed then, except where the message says so.
+            change of the name came first. Nothing has changed then, unless the message says so.
         """
         name, model = request.name, self._models().find(request.model)
         self._check_name(name, model)
@@ -134,12 +136,12 @@ class AdapterChanges:
     async def unload(
         self, request: inference_pb2.UnloadClusterAdapterRequest, left_s: float | None = None
     ) -> inference_pb2.UnloadClusterAdapterReply:
-        """Refuse new requests for it, and have every worker drop it.
+        """Refuse new requests for an adapter, and have every worker drop it.
 
-        Args: left_s: of the caller's time, for a wait.
+        Args: left_s: seconds of the caller's deadline, for a wait.
         Raises: NotFound; FailedPrecondition while requests use it and `wait` is not set: nothing
-            changed then; DeadlineExceeded naming the workers that have it still: it goes when the
-            last request ends.
+            has changed then; DeadlineExceeded naming the workers that still have it: they drop it
+            when the last request ends.
         """
         name = request.name
         snapshot = await self._look()
@@ -170,7 +172,7 @@ class AdapterChanges:
     # ---- what follows from the registry
 
     def to_proto(self) -> Iterator[router_status_pb2.RouterAdapter]:
-        """What this router says of adapters in its own entry."""
+        """Return this router's view of each adapter, for its registry entry."""
         wishes = self._registry.snapshot.wishes
         for name in sorted(wishes.keys() | self._use.names()):
             wish = wishes.get(name)
@@ -182,7 +184,8 @@ class AdapterChanges:
             )
 
     def note(self, snapshot: Snapshot) -> None:
-        """The registry was looked at: say what is new, and have the wishes follow their use."""
+        """React to a poll of the registry: publish a heartbeat when wishes changed, and tidy up the
+        wishes."""
         seen = {name: wish.version for name, wish in snapshot.wishes.items()}
         if seen != self._seen:
             self._seen = seen
@@ -192,7 +195,8 @@ class AdapterChanges:
             self._tidying = start_task(self._tidy(snapshot), "adapter-wishes", is_for_many=True)
 
     async def _tidy(self, snapshot: Snapshot) -> None:
-        """Drop old contents that no request uses, write back what Redis lost, forget."""
+        """Drop old versions that no request uses, write back wishes that Redis lost, and delete
+        wishes that are over."""
         others = self._others(snapshot)
         try:
             async with asyncio.timeout(self._times.redis_timeout_s):
@@ -201,8 +205,8 @@ class AdapterChanges:
                 for name, known in snapshot.wishes.items():
                     newest = adapter_wishes.merged({name: known}, read, time.time()).get(name)
                     if newest is None or newest.version != known.version:
-                        # This router follows the one before still: it would go on using what is
-                        # dropped here, and write back what is forgotten. The next look knows it.
+                        # This router still follows the version before: it would go on using what
+                        # is dropped here, and write back what is deleted. The next poll shows it.
                         continue
                     used = users(newest, self._use.of(name), others)
                     wanted = adapter_wishes.without_old(newest, used)
@@ -218,6 +222,7 @@ class AdapterChanges:
     # ---- inside
 
     def _check_name(self, name: str, model: OneModel) -> None:
+        """Raises: InvalidArgument or FailedPrecondition when the name is not free."""
         if problem := adapter_wishes.name_problem(name):
             raise InvalidArgument("adapter", problem)
         if name in self._models().all_names:
@@ -234,6 +239,7 @@ class AdapterChanges:
     def _check_model(
         self, name: str, model: OneModel, before: common_pb2.AdapterWish | None
     ) -> None:
+        """Raises: FailedPrecondition when the adapter belongs to another model."""
         digest = adapter_wishes.digest_of(before)
         if before is not None and digest and before.model not in model.served.names:
             raise FailedPrecondition(
@@ -242,13 +248,14 @@ class AdapterChanges:
             )
 
     async def _look(self) -> Snapshot:
+        """Poll the registry. Raises: Unavailable while Redis is away."""
         snapshot = await self._registry.poll()
         if not snapshot.is_redis_reachable:
             raise Unavailable("Redis is not reachable: adapters cannot change", retry_after_s=1.0)
         return snapshot
 
     def _workers(self, model: OneModel) -> list[WorkerView]:
-        """That must have what new requests get."""
+        """Return the workers that must have the content of new requests."""
         return [
             worker
             for worker in self._registry.snapshot.workers
@@ -256,7 +263,7 @@ class AdapterChanges:
         ]
 
     def _model_of(self, name: str, snapshot: Snapshot) -> OneModel:
-        """Whose adapter it is. Raises: NotFound."""
+        """Return the model that an adapter belongs to. Raises: NotFound."""
         wish = snapshot.wishes.get(name)
         for model in self._models():
             if name in model.candidates.adapter_names():
@@ -275,10 +282,11 @@ class AdapterChanges:
         deadline: Deadline,
         version: int,
     ) -> str:
-        """Have every worker that lives load it. Returns: its digest.
+        """Have every live worker load the content. Returns: its digest.
 
-        Args: prepared: filled with the digest by each worker's life. version: of the wish that is
-            to be changed.
+        Args:
+            prepared: filled with the digest by worker incarnation.
+            version: of the wish that will be changed.
         Raises: as `load`.
         """
         why: dict[str, str] = {}
@@ -311,7 +319,7 @@ class AdapterChanges:
             await self._ask_to_load(request, left, prepared, why, deadline, version)
             snapshot = await self._registry.poll()
             wish = snapshot.wishes.get(request.name)
-            if wish is not None and wish.version > version:  # workers drop what is not wished
+            if wish is not None and wish.version > version:  # workers drop contents not in the wish
                 raise _changed_meanwhile(request.name)
 
     async def _ask_to_load(
@@ -323,7 +331,10 @@ class AdapterChanges:
         deadline: Deadline,
         version: int,
     ) -> None:
-        """Once; a worker that cannot be reached is named in `why`. Raises: a worker's refusal."""
+        """Ask each worker once; the reason of a worker that cannot be reached goes into `why`.
+
+        Raises: BatonError: a worker's refusal.
+        """
         asked = common_pb2.LoadAdapterRequest(
             name=request.name,
             folder=request.folder,
@@ -354,7 +365,7 @@ class AdapterChanges:
         await asyncio.sleep(min(_LOOK_S, deadline.left_s()))
 
     async def _release(self, name: str, model: OneModel, prepared: Mapping[str, str]) -> None:
-        """What was prepared for nothing goes at once where the worker can be told; else it
+        """Have workers drop what they prepared for a failed load; where a worker is not reached, it
         lapses."""
 
         async def release(worker: WorkerView) -> None:
@@ -390,11 +401,10 @@ class AdapterChanges:
         current: common_pb2.AdapterVersion | None,
         deadline: Deadline,
     ) -> None:
-        """Change the wish, once and for all: a Redis that dies meanwhile is asked again what it
-        has.
+        """Change the wish exactly once: when Redis fails meanwhile, read what it has and try again.
 
         Raises: FailedPrecondition when another change came first; Unavailable when Redis does not
-            say within the time whether it was changed.
+            confirm in time whether the wish was changed.
         """
         loaded = {d for w in self._registry.snapshot.workers for d in w.adapters.get(name, ())}
         digest = current.digest if current is not None else ""
@@ -430,6 +440,7 @@ class AdapterChanges:
         await self._registry.poll()
 
     async def _entries(self) -> Mapping[bytes, bytes]:
+        """Read all wishes from Redis, encoded, by name."""
         client: Any = self._redis
         entries: Mapping[bytes, bytes] = await client.hgetall(adapter_wishes.KEY)
         return entries
@@ -437,8 +448,13 @@ class AdapterChanges:
     async def _until_routers(
         self, name: str, deadline: Deadline, done: str, *, needs_served: bool
     ) -> None:
-        """Until every router follows the wish. Raises: DeadlineExceeded naming those that do
-        not."""
+        """Wait until every router follows the wish.
+
+        Args:
+            done: what has been done by then, for the error.
+            needs_served: whether routers must also serve the adapter.
+        Raises: DeadlineExceeded naming the routers that do not follow it.
+        """
         while True:
             wish = self._registry.snapshot.wishes.get(name)
             version = wish.version if wish is not None else 0
@@ -461,6 +477,7 @@ class AdapterChanges:
             await self._registry.poll()
 
     def _is_served(self, name: str, wish: common_pb2.AdapterWish | None) -> bool:
+        """Return whether this router serves the wish's current content."""
         digest = adapter_wishes.digest_of(wish)
         if not digest:
             return False
@@ -473,6 +490,7 @@ class AdapterChanges:
         return False
 
     def _others(self, snapshot: Snapshot) -> Mapping[str, RouterAdapters]:
+        """Return the adapters of the other routers, by router id."""
         return {
             router_id: _adapters_of(entry)
             for router_id, entry in snapshot.routers.items()
@@ -480,7 +498,8 @@ class AdapterChanges:
         }
 
     def _num_users(self, name: str, snapshot: Snapshot) -> int:
-        """Requests that use some content of it, by what all routers last said."""
+        """Return the number of requests that use any content of the adapter, by each router's last
+        heartbeat."""
         num = sum(self._use.of(name).values())
         for adapters in self._others(snapshot).values():
             entry = (adapters or {}).get(name)
@@ -489,14 +508,14 @@ class AdapterChanges:
 
 
 RouterAdapters = Mapping[str, router_status_pb2.RouterAdapter] | None
-"""What a router says of adapters, by name; None: its entry cannot be read."""
+"""A router's view of adapters, by name; None: its entry cannot be parsed."""
 
 
 def users(
     wish: common_pb2.AdapterWish, own: Mapping[str, int], others: Mapping[str, RouterAdapters]
 ) -> Collection[str]:
-    """Digests of the wish that requests use or may yet begin to use: all, while some router does
-    not follow the wish yet or does not say."""
+    """Return the digests of the wish that requests use or may still begin to use: all of them while
+    a router does not follow the wish yet or its entry cannot be read."""
     used = {digest for digest, num in own.items() if num}
     for adapters in others.values():
         entry = adapters.get(wish.name) if adapters is not None else None
@@ -507,6 +526,7 @@ def users(
 
 
 def _follows(adapters: RouterAdapters, name: str, version: int, needs_served: bool) -> bool:
+    """Return whether a router has seen a version of the wish, and serves it if `needs_served`."""
     entry = adapters.get(name) if adapters is not None else None
     return entry is not None and entry.version >= version and (entry.is_served or not needs_served)
 
@@ -518,7 +538,8 @@ def _changed_meanwhile(name: str) -> FailedPrecondition:
 
 
 def _is_same_change(one: common_pb2.AdapterWish, other: common_pb2.AdapterWish) -> bool:
-    """Whether it is ours: old contents may have gone since."""
+    """Return whether both wishes come from the same change; old versions may have been dropped
+    since."""
     return (one.version, one.changed_unix_ms, adapter_wishes.digest_of(one)) == (
         other.version,
         other.changed_unix_ms,
@@ -527,6 +548,7 @@ def _is_same_change(one: common_pb2.AdapterWish, other: common_pb2.AdapterWish) 
 
 
 def _adapters_of(entry: bytes) -> RouterAdapters:
+    """Parse a router's entry; None: it cannot be parsed."""
     try:
         status = json_format.Parse(
             entry.decode(), router_status_pb2.RouterStatus(), ignore_unknown_fields=True

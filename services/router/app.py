@@ -1,10 +1,9 @@
-"""ServedCheckpoint: a checkpoint that the router serves, as far as it needs it: no weights.
+"""Router: the router process's composition root, which builds all parts from the settings, starts
+and stops them, and checks their invariants.
 
-One router put together: started, stopped, and its laws checked. Knows every part, does none of
-their work.
-
-`Router.start` returns when clients are served; `stop` lets requests finish for a while, then ends
-everything that `start` began, in the reverse order. One asyncio loop.
+`start` returns when clients are served. `stop` lets running requests finish for a while, then ends
+everything that `start` began. `ServedCheckpoint` is a checkpoint as far as the router needs it:
+tokenizer files, no weights. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ from tokens.tokenizer import Tokenizer
 
 
 class ServedCheckpoint:
-    """Names, tokenizer, template, defaults."""
+    """Checkpoint of a served model, without weights: names, tokenizer, chat template, sampling
+    defaults."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ServedCheckpoint:
 
 
 def load_model(model: str) -> ServedCheckpoint:
-    """Find the checkpoint and read its tokenizer files; blocking.
+    """Resolve the checkpoint of `model` and read its tokenizer files; blocking.
 
     Raises: SettingsError, one line: what is wrong with `model` and how to fix it.
     """
@@ -108,18 +108,18 @@ def load_model(model: str) -> ServedCheckpoint:
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
-"""For the errors of requests that were ended with the router to go out."""
+"""Seconds for the errors of requests that are ended at shutdown to reach their clients."""
 
 
 class Router:
-    """See the module."""
+    """One router process."""
 
     def __init__(self, settings: RouterSettings, *models: ServedCheckpoint) -> None:
-        """`models`: all that `settings` name, in their order."""
+        """models: the checkpoints that `settings` name, in the same order."""
         times = settings.times
         self.router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
         self.address = ""
-        """host:port clients speak to; known once started."""
+        """host:port of the gRPC server; known once started."""
         self._settings = settings
         self._redis = registry.connect_redis(
             settings.redis_url, times.redis_timeout_s, settings.redis
@@ -210,7 +210,7 @@ class Router:
             dial=self._dial,
         )
         self.desk = self._make_desk(models)
-        # Behind the candidates, which must know of the change by then.
+        # After the callbacks of the worker directories, which must know of the change first.
         self._streams.on_change.append(lambda worker_id: self._admission.look())
         self._http = HttpServer(
             [
@@ -238,17 +238,17 @@ class Router:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Serve. Raises: Unavailable when the port is taken."""
+        """Start serving. Raises: Unavailable when the port is taken."""
         self._health.follow()
-        if self._settings.metrics_listen:  # first: it says what is not ready yet
+        if self._settings.metrics_listen:  # first: its probes report what is not ready yet
             self._metrics_server.start(self._settings.metrics_listen)
-        # The first encoding of a process sets the library up; no client should wait for that.
+        # The first encoding initializes the tokenizer library; no client should wait for it.
         for encoder in self._encoders:
             encoder.tokenizer.encode("warm up")
         self.tracing.start()
         self.desk.pace.start()
         await self._registry.start()
-        with contextlib.suppress(Unavailable):  # a lookup says so
+        with contextlib.suppress(Unavailable):  # a later lookup reports it
             await self._index.prepare()
         self._prober.start()
         self._history.start()
@@ -274,17 +274,17 @@ class Router:
 
     @property
     def metrics_address(self) -> str:
-        """host:port of /metrics; empty: nobody listens."""
+        """host:port of /metrics; empty: it is not served."""
         return self._metrics_server.address
 
     @property
     def http_address(self) -> str:
-        """host:port of the HTTP API; empty: nobody listens."""
+        """host:port of the HTTP API; empty: it is not served."""
         return self._http.address
 
     async def stop(self) -> None:
-        """Take no new request, let those under way finish for `times.drain_s`, then end them with
-        an error that their clients see."""
+        """Refuse new requests, let running ones finish for `times.drain_s`, then end them with an
+        error that their clients see."""
         self._health.end()
         drain_s = self._settings.times.drain_s
         async with asyncio.TaskGroup() as group:
@@ -310,9 +310,9 @@ class Router:
         await asyncio.to_thread(self.tracing.stop)
 
     def check_integrity(self, *, is_idle: bool = False) -> None:
-        """Recompute every law of this process; with `is_idle`, also that nothing is left over.
+        """Check every invariant of this process; with `is_idle`, also that nothing is left over.
 
-        Raises: Internal naming the law that is broken.
+        Raises: BatonError naming the invariant that is broken.
         """
         self._in_flight.check_integrity()
         self._admission.check_integrity()
@@ -341,6 +341,7 @@ class Router:
                 raise BatonError(f"idle, but left over: {left}")
 
     def _other_metrics(self, labels: Labels) -> Iterator[Metric]:
+        """Return the metrics that other parts of the router count."""
         counts = self.tracing.counters
         yield metrics.trace_spans(
             labels, counts.num_exported, counts.num_failed, counts.num_dropped
@@ -364,23 +365,26 @@ class Router:
         )
 
     def _step_tokens(self) -> Sequence[int]:
-        """Of each prefill worker, by its last heartbeat."""
+        """Return the tokens per step of each prefill worker, by its last heartbeat."""
         told = [w.num_step_tokens for w in self._registry.statuses() if w.role == PREFILL]
         return [tokens or DEFAULT_STEP_TOKENS for tokens in told] or [DEFAULT_STEP_TOKENS]
 
     def _usage_levels(self) -> tuple[int, int]:
-        """Requests in flight here, and those that wait at workers by their last heartbeats."""
+        """Return the requests in flight here, and those that wait at workers by their last
+        heartbeats."""
         num_waiting = sum(worker.num_waiting for worker in self._registry.statuses())
         return self._in_flight.num_attempts, num_waiting
 
     def _why_not_ready(self) -> str:
-        """For probes. That there are no workers is no reason: clients are told so better by a
-        router than by a balancer that has none. Nor is a Redis that went away."""
+        """Return why the readiness probe fails; empty: it succeeds. Missing workers are no reason:
+        a router gives clients a better error than a load balancer without routers. Neither is a
+        Redis that went away later."""
         return (
             "" if self._registry.has_met_redis else "Redis was not reached yet: no worker is known"
         )
 
     def _is_ready(self) -> bool:
+        """Return whether the gRPC health check reports SERVING."""
         try:
             self.desk.ready()
         except Unavailable:
@@ -388,6 +392,7 @@ class Router:
         return True
 
     def _integrity_error(self) -> str:
+        """Return the broken invariant, or an empty string."""
         try:
             self.check_integrity()
         except BatonError as error:
@@ -395,6 +400,7 @@ class Router:
         return ""
 
     def _on_registry(self, snapshot: Snapshot) -> None:
+        """Pass a new snapshot to every part that follows the registry."""
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
         self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})
@@ -406,7 +412,8 @@ class Router:
         self._admission.look()
 
     def _drop_hung(self, snapshot: Snapshot) -> None:
-        """Have the requests of workers whose engines hang go on elsewhere."""
+        """Close the streams to workers whose engines hang, so that their requests go on
+        elsewhere."""
         max_step_s = self._settings.times.max_step_s
         for worker in hung_workers(snapshot.workers, max_step_s).values():
             clients = self._streams if worker.role == DECODE else self._prefills
@@ -418,6 +425,7 @@ class Router:
                 logs.event(logger, "worker_hangs", level=logging.WARNING, why=why)
 
     def _make_desk(self, models: Sequence[ServedCheckpoint]) -> RouterService:
+        """Build the front end with one entry for each model."""
         settings = self._settings
         salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         status = ClusterStatus(
@@ -455,7 +463,8 @@ class Router:
     def _make_model(
         self, model: ServedCheckpoint, encoder: PromptEncoder, salts: TenantSalts
     ) -> OneModel:
-        """What serves one model: its own workers and choices over what all share."""
+        """Return what serves one model: its own workers and placement, over the parts that all
+        models share."""
         settings = self._settings
         candidates = WorkerDirectory(
             self._registry,

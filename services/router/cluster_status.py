@@ -1,7 +1,9 @@
-"""The cluster as this router sees it: workers, stores, and what is not as it should be.
+"""ClusterStatus: the cluster as this router sees it, for GetClusterStatus: workers, stores, and a
+list of problems.
 
-Every process is asked itself, all at once, within one short time; who does not answer is shown as
-last heard of. One asyncio loop.
+`collect` asks every worker and store at once, within one short timeout; a process that does not
+answer is shown as of its last heartbeat. `as_heard` shows the last heartbeats only. One asyncio
+loop.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from services.router.worker_views import ServedModel, Snapshot, StoreView, find_
 
 
 class ClusterStatus:
-    """See the module."""
+    """Builder of GetClusterStatus replies."""
 
     def __init__(
         self,
@@ -44,9 +46,11 @@ class ClusterStatus:
         check_integrity: Callable[[], str],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """max_step_s: see `hung_workers`. `check_integrity` recomputes the router's own laws; it
-        returns what is broken, or an empty string.
-        """
+        """timeout_s: limit of each call to a worker or store.
+        max_step_s: age of an engine step, in seconds, from which a worker is reported as
+            hanging.
+        check_integrity: checks the router's own invariants; returns what is broken, or an empty
+            string."""
         self._registry = registry
         self._lookup = lookup
         self._served = served
@@ -57,7 +61,7 @@ class ClusterStatus:
         self._dial = dial
 
     async def collect(self) -> inference_pb2.GetClusterStatusReply:
-        """All but the servicer's counters."""
+        """Return the status, by asking every process; without the counters of requests."""
         snapshot = await self._registry.poll()
         heartbeats = self._registry.statuses()
         workers, stores = await asyncio.gather(
@@ -75,7 +79,8 @@ class ClusterStatus:
         return self._reply(snapshot, statuses, stores, problems)
 
     async def as_heard(self) -> inference_pb2.GetClusterStatusReply:
-        """The same as of the last heartbeats: nobody is asked, and no law is recomputed."""
+        """Return the status by the last heartbeats: no process is asked, and no invariant is
+        checked."""
         snapshot = self._registry.snapshot
         workers, stores = self._registry.statuses(), self._registry.store_statuses()
         problems = self._problems(snapshot)
@@ -85,7 +90,7 @@ class ClusterStatus:
         return self._reply(snapshot, workers, stores, problems)
 
     def _problems(self, snapshot: Snapshot) -> list[str]:
-        """What the router sees by itself."""
+        """Return the problems that the router knows without asking other processes."""
         problems = [*snapshot.problems]
         if not snapshot.is_redis_reachable:
             problems.append("Redis is not reachable: workers and stores are shown as last known")
@@ -126,6 +131,7 @@ class ClusterStatus:
     async def _worker(
         self, heartbeat: common_pb2.WorkerStatus
     ) -> tuple[common_pb2.WorkerStatus, bool]:
+        """Return a worker's status, and whether it answered; else its last heartbeat."""
         make_stub = (
             prefill_pb2_grpc.PrefillStub
             if heartbeat.role == PREFILL
@@ -141,6 +147,7 @@ class ClusterStatus:
         return status, True
 
     async def _store(self, store: StoreView) -> inference_pb2.StoreStatus:
+        """Return a store's status; `reachable` is false when it does not answer."""
         reply = inference_pb2.StoreStatus(
             node_id=store.node_id, address=store.address, incarnation=store.incarnation
         )
@@ -188,7 +195,8 @@ _STORE_FIELDS = (
 
 
 def adapter_problems(snapshot: Snapshot) -> list[str]:
-    """Workers that lack what the cluster wishes of an adapter: no request for it comes to them."""
+    """Return one line for each worker that has not loaded an adapter content that the cluster
+    wishes; requests for the adapter do not go to it."""
     return [
         f"worker {worker.worker_id} has not loaded adapter {name!r} as it is wished (content "
         f"{wish.current.digest[:16]} of {wish.current.folder})"
@@ -202,9 +210,8 @@ def adapter_problems(snapshot: Snapshot) -> list[str]:
 
 
 def link_problems(status: common_pb2.WorkerStatus) -> list[str]:
-    """What is wrong with a worker's ways to stores and lenders, a line each: slower than they
-    should be, or not measured.
-    """
+    """Return one line for each link of a worker to a store or lender that is slower than it should
+    be, or was not measured."""
     problems = []
     for link in status.links:
         is_read_only = is_lender(link.node_id)
@@ -228,6 +235,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    """Return one line for each store whose file tier is off."""
     return [
         f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
         for store in stores
@@ -236,6 +244,7 @@ def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
 
 
 def _damaged(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    """Return one line for each store that found damaged blocks."""
     return [
         f"store {store.node_id} found {store.num_damaged} damaged blocks since it started: its "
         "memory is faulty, or another process writes into it"
@@ -245,4 +254,5 @@ def _damaged(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
 
 
 def _silent(answers: Iterable[tuple[str, bool]]) -> list[str]:
+    """Return one line for each (name, has answered) that has not answered."""
     return [f"{name} does not answer" for name, answered in answers if not answered]

@@ -1,9 +1,10 @@
-"""Gives back the leases of handles that no decode worker will take over.
+"""LeaseRelease: the router's release of the KV leases of handles that no decode worker will use.
 
-A handle's leases belong to whoever holds it. The router holds it between the prefill worker's
-answer and the decode worker's command; when the request ends in between (a stop in the first
-token's text, a cancel), it tells the stores. Best effort and off the request's path: a lease that
-stays lapses by itself. One asyncio loop.
+The leases of a handle belong to the process that holds the handle. The router holds it between the
+prefill worker's answer and the command to the decode worker. When the request ends in between (a
+stop string in the first token, a cancel), the router releases the leases at the stores and lenders.
+Best effort, in background tasks: a lease that is not released expires at the store. One asyncio
+loop.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseRelease:
-    """See the module."""
+    """Client that releases leases at stores and at prefill workers that lend blocks."""
 
     def __init__(self, *, timeout_s: float, dial: Dialer = rpc.PLAIN) -> None:
         self._timeout_s = timeout_s
@@ -34,11 +35,12 @@ class LeaseRelease:
 
     @property
     def num_under_way(self) -> int:
-        """Stores being told."""
+        """Number of Release calls under way."""
         return len(self._tasks)
 
     def release(self, sealed: SealedHandle) -> None:
-        """Tell every store and lender that the handle names; never waits."""
+        """Release the leases of a handle at every store and lender that it names, in the
+        background. A handle that cannot be parsed is logged and left to expire."""
         try:
             handle = sealed.opened()
         except DecodeError as error:
@@ -55,10 +57,11 @@ class LeaseRelease:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait for what is under way; bounded by the timeout."""
+        """Wait for the calls under way; each is bounded by the timeout."""
         await asyncio.gather(*self._tasks)
 
     async def _tell(self, address: str, role: PeerRole, lease_ids: list[str]) -> None:
+        """Release leases at one store or lender; a failure is logged."""
         async with self._dial(address, role) as channel:
             try:
                 await kvstore_pb2_grpc.KvStoreStub(channel).Release(

@@ -1,70 +1,54 @@
-"""FailoverBudget: what one request has gone through of workers that leave, move its stream or
-break, and how much more of that it may.
+"""RequestLifecycle: the state machine that serves one request at the router, from the prefix lookup
+over prefill and decode to the last message, across workers that leave or fail.
 
-A worker that leaves on purpose is not asked again in the same life, and costs the request nothing
-but time. One that breaks may be the only one and come back, so it is asked again where there is no
-other; but the request might be what breaks it, so that it may lose a few workers only. No I/O, no
-clock. One request.
+    LOOKING_UP  ask the prefix index which stores hold a prefix of the prompt
+    RESERVING  choose a pair of workers; the decode worker sets KV blocks aside (not for an answer
+               of a single token)
+    LACKING_PREFILL, LACKING_DECODE  no worker of that role is there now; the request waits for one
+    LACKING_PLACE  the decode worker holds blocks, and queues the request for places in its batch
+    PREFILLING  the prefill worker computes the prompt, draws the first token of each sample (shown
+                at once) and stores the KV; the decode worker fetches meanwhile what is stored
+                already. Skipped where the decode worker computes a short rest itself
+    DECODING  the decode worker takes the KV over and draws the rest of every sample
+    MOVING  the decode worker is gone before the end: as from LOOKING_UP on, with all drawn tokens
+            as context. A worker that left on purpose may have given a KV handle: then another
+            decode worker takes the KV over at once, unless it would have to compute much of it
+            itself
+    FINISHED  the last message was sent
 
-AnswerDelivery: the messages of one request on their way to its client, and what its last ones say.
+Cancel, deadline and errors lead out of every state. `run` then tells both workers without waiting
+for them: it cancels the prefill call, sends the decode worker a cancel, and gives back a handle
+that was not used.
 
-Each sample ends with a message of its own; the one that ends last carries the request's account.
-Knows the account and the times; no worker and no state. One request.
+The parts, each for one request:
 
-Finding the workers of one request: choose, have the decode worker set blocks aside, and choose
-again as long as decode workers refuse.
+`Reserving` finds the workers. It chooses, has the decode worker set blocks aside, and chooses again
+while decode workers refuse. A worker that refused is left out of the next choice; when all have
+refused, they are asked again as room comes, for a bounded time, unless every refusal was a failed
+precondition, which time does not cure. While a worker is expected to come, the wait lasts as long
+as the request's budget. A request that has lost its decode worker waits longer for room, because
+its client may have seen a part of the answer.
+Invariant: `leg` is the reservation that stands, which its owner must end; a reservation that
+failed, or whose wait was cancelled, has been cancelled at its worker.
 
-A worker that refuses is left out of the next choice; when all have refused, they are asked again as
-room comes, for a bounded time, unless each lacks what does not come with time: a precondition.
-While a worker is expected (`holding.is_expected`) the wait lasts as long as the request's budget.
-An answer that has begun waits longer for room: its client has seen a part.
-A worker that has blocks, but no place in its steps, answers that the request is queued: it waits
-there, bounded by its budget, and no prompt is computed before its turn.
-Law: `leg` is the reservation that stands, its owner's to end; one that failed, or whose wait was
-cancelled, has been told so. One request, one task.
+`PrefillLeg` has the prompt computed: by one prefill worker, and by others (MAX_TRIES in all) if
+that fails before all first tokens were shown. After that a failed prefill worker is not replaced:
+the decode worker computes what was not handed over. Partial handles are passed to the decode worker
+as they come and never kept; the leases that the final handle names belong to the caller.
 
-The prefill half of one request: one prompt at one worker, and once more at another.
+`Decoding` shows what one decode worker draws, until the answer is over or the worker moves the
+stream, fails or gives the request up. It raises only errors after which no other worker could go
+on; every other end is a `Loss`.
 
-    CALLING      a worker computes the prompt; first tokens are shown as they come, and what it has
-                 stored so far is passed on to the decode leg, which fetches it meanwhile
-    RETRYING     it failed before all first tokens were there: another one, which is told where the
-                 prefix lies by now; MAX_TRIES in all
-    OVER         with its account, or without: once the tokens are shown there is no other try,
-                 decode computes what was not handed over
+`FailoverBudget` counts the decode workers that left or failed. A worker that leaves on purpose
+costs nothing from the budget and is not asked again in the same incarnation. A worker that fails
+may be the only one and come back, so it may be asked again; but the request itself may be the
+cause, so only a few such failures are allowed.
 
-Law: leases that a handle names are the caller's from the account on. Those of a partial handle stay
-the worker's; they are never kept here. Knows no text and no client. One request, one task.
+`AnswerDelivery` sends the messages. Each sample ends with its own message; the sample that ends
+last carries the request's account.
 
-Decoding: a decode worker's part of an answer: what comes of it is shown, to the answer's end or
-until the worker lets go of it.
-
-    taking   tokens come, samples end
-    closing  the last sample is over; the worker may have to be told, and gives its account
-    lost     the worker moved the stream, broke, or gave it up: what no other worker could do better
-             is raised, everything else is a Loss
-
-Law: `handle` is whoever reads it; what came with a move lies there from the moment on at which it
-was taken. Finds no workers. One request, one task; `run` once for each worker.
-
-The life of one request between the two workers.
-
-    LOOKING_UP   which stores hold its prefix
-    RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
-    LACKING_PREFILL, LACKING_DECODE  no worker of that role is there now, and one is waited for
-    PREFILLING   the prefill worker computes the prompt, draws the first token of each sample (shown
-                 at once), stores the KV; decode fetches what is stored already. Passed over where
-                 the decode worker computes a short rest itself
-    DECODING     the decode worker takes the KV over and draws the rest of every sample
-    MOVING       the decode worker is gone before the end: as from LOOKING_UP on, with all that was
-                 drawn as context. A worker that left on purpose has given a handle on the KV: then
-                 another one takes it over at once, unless it would have to compute much of it alone
-    FINISHED     the last message is out
-
-Cancel, deadline and errors lead out of every state; `run` then tells both legs before it returns,
-without waiting: the prefill call is cancelled, the decode leg gets its cancel. What is visible to
-the client is made in `answer` and `delivery`; what a decode worker says is heard in `decoding`; who
-is chosen, in `policy`; how often a request may lose its worker, in `failover`. One request, one
-task.
+One asyncio task for each request.
 """
 
 from __future__ import annotations
@@ -109,52 +93,58 @@ from services.router.worker_client import CallUpdate, DecodeCall, SampleNews
 from services.router.worker_views import WorkerView
 
 STAGE = "move"
-"""Of the times: what it took to find another worker and to hand over to it."""
+"""Name of the stage in `StageTimes` that covers finding another worker and handing over to it."""
 
 OTHERS_MAY = (Unavailable, NoCapacity, FailedPrecondition)
-"""What a worker's end means that another worker need not share: also that it has the model's
-weights, or an adapter, not as the router thought."""
+"""Errors of a worker that another worker need not share; FailedPrecondition among them, because a
+worker may lack the model weights or the adapter that the router believed it has."""
 
 LAPSED = "lapsed"
 SHORT = "short"
 
 HANDOVER_S = 1.0
-"""What a handle must have left when it is sent: its leases must outlive the fetching. Guessed."""
+"""Seconds that the leases of a handle must have left when it is sent, to outlive the fetch.
+Guessed."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A decode worker's part is over before the answer is."""
+    """The end of a decode worker's part before the answer was over."""
 
     worker_id: str
     incarnation: str
     error: BatonError | None
-    """None: it moved the stream."""
+    """What the worker failed with; None: it moved the stream."""
 
     @property
     def is_on_purpose(self) -> bool:
-        """It leaves, and may know best; one that refuses for that reason says to retry at once."""
+        """Whether the worker is leaving, not broken: it moved the stream, or refused with "retry at
+        once"."""
         return self.error is None or self.error.retry_after_s == 0.0
 
     @property
     def ended_by(self) -> str:
-        """As the account of the request's KV says it."""
+        """The reason as `KvAccount` records it: `MOVED` or `LOST`."""
         return MOVED if self.is_on_purpose else LOST
 
     @property
     def why(self) -> str:
+        """The reason of the loss, for logs and errors."""
         return str(self.error or f"decode worker {self.worker_id} left")
 
 
 def handle_unusable_reason(
     extent: Extent, num_context_tokens: int, max_own_tokens: int, now_unix_s: float
 ) -> str:
-    """Why who goes on from a handle of this `extent` would compute more of the context alone than a
-    decode worker should; empty: it would not. What a new request may leave to it, this one may, and
-    the rest of a block in any case.
+    """Return why a decode worker should not go on from a handle of this `extent`: `LAPSED`, or
+    `SHORT` when it would have to compute too much of the context itself. Empty when the handle is
+    usable.
 
-    Args: num_context_tokens: prompt and what was drawn, of which the last one is always computed.
-        max_own_tokens: as `policy.Ask`'s.
+    Args:
+        num_context_tokens: prompt and drawn tokens; the last of them is always computed.
+        max_own_tokens: tokens that a decode worker may compute itself for a new request; the rest
+            of a block is always allowed.
+        now_unix_s: the present, in seconds since the Unix epoch.
     """
     if extent.deadline_unix_ms and extent.deadline_unix_ms / 1000 < now_unix_s + HANDOVER_S:
         return LAPSED
@@ -164,35 +154,37 @@ def handle_unusable_reason(
 
 
 class FailoverBudget:
-    """See the module."""
+    """Count of the decode workers that one request has lost, and limit on those that may fail."""
 
     def __init__(self, times: StageTimes, max_lost: int) -> None:
-        """max_lost: workers that may break under it."""
+        """max_lost: decode workers that may fail while they serve the request before it fails
+        itself."""
         self.num_moved = 0
         self.num_lost = 0
         self.left: frozenset[str] = frozenset()
-        """Lives that are not to be asked again."""
+        """Incarnations of workers that left on purpose; they are not asked again."""
         self._max_lost = max_lost
         self._times = times
         self.last: Loss | None = None
 
     @property
     def is_on(self) -> bool:
-        """Whether the request has been with a decode worker before."""
+        """Whether the request has lost a decode worker before."""
         return bool(self.num_moved or self.num_lost)
 
     @property
     def mark(self) -> Callable[[str, Details | None], None]:
-        """Ends a stage of the request's time, which between two workers is `STAGE` whatever it was
-        spent on."""
+        """Function that ends a stage of the request's time; between two workers it books all time
+        as `STAGE`, whatever stage it is given."""
         return self._mark_move if self.is_on else self._times.mark
 
     def stage(self, name: str) -> str:
-        """`name`, or what it is called between two workers."""
+        """Return the name under which time of stage `name` is booked: `STAGE` between two
+        workers."""
         return STAGE if self.is_on else name
 
     def note(self, loss: Loss) -> None:
-        """Another worker is to be found. Raises: Unavailable when too many were lost."""
+        """Count a loss. Raises: Unavailable when too many workers failed."""
         self.last = loss
         if loss.error is None or loss.is_on_purpose:
             self.num_moved += 1
@@ -207,8 +199,8 @@ class FailoverBudget:
         self.num_lost += 1
 
     def explained(self, error: BatonError) -> BatonError:
-        """`error`, which says why no other worker was found, with what made that necessary. A
-        precondition stays one: to ask again is no use."""
+        """Return `error`, which says why no other worker was found, together with the loss that
+        made one necessary. A FailedPrecondition keeps its type, because a retry would not help."""
         why = self.last.why if self.last is not None else "nothing was lost"
         told = f"{why}, and no other worker took over: {error}"
         if isinstance(error, FailedPrecondition):
@@ -223,7 +215,7 @@ Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 class AnswerDelivery:
-    """See the module."""
+    """Sender of one request's messages, which fills in usage and the request's account."""
 
     def __init__(
         self,
@@ -239,17 +231,18 @@ class AnswerDelivery:
         self._account = account
         self._times = times
         self.embedding: Sequence[float] = ()
-        """Of the prompt, once a worker gave it."""
+        """Embedding of the prompt; empty until a worker gave it."""
 
     async def show(self, message: inference_pb2.GenerateResponse) -> None:
-        """Send what is not empty, with the prompt's usage as it is known so far."""
+        """Send `message`, with the usage of the prompt as known so far; an empty message is not
+        sent."""
         if shows_something(message):
             message.usage.num_prompt_tokens = len(self._job.prompt_token_ids)
             message.usage.num_cached_tokens = self._account.num_cached_tokens
             await self._send(message)
 
     async def end(self, answer: SampleOutput, message: inference_pb2.GenerateResponse) -> None:
-        """One sample is over, and another one goes on."""
+        """Send the last message of a sample while another sample goes on."""
         await self._send(self._ended(answer, message))
 
     async def end_last(
@@ -260,7 +253,10 @@ class AnswerDelivery:
         model: str,
         fingerprint: str,
     ) -> None:
-        """The end of the last sample, with the request's account."""
+        """Send the last message of the request, with its provenance, stage times and embedding.
+
+        Raises: Internal when an embedding was asked for and no worker gave one.
+        """
         self._times.mark("stream")
         last, job = self._ended(answer, message), self._job
         last.provenance.CopyFrom(
@@ -276,7 +272,7 @@ class AnswerDelivery:
             if not self.embedding:
                 raise Internal("the prefill worker gave no embedding")
             last.embedding.extend(self.embedding)
-        if job.is_prompt_only:  # whatever the token was that came with it
+        if job.is_prompt_only:  # the drawn token means nothing
             last.usage.num_output_tokens = 0
             last.finish_reason = common_pb2.FINISH_REASON_LENGTH
             last.ClearField("stop_token_id")
@@ -291,7 +287,7 @@ class AnswerDelivery:
     def _ended(
         self, answer: SampleOutput, message: inference_pb2.GenerateResponse
     ) -> inference_pb2.GenerateResponse:
-        """`message` with what ends its sample."""
+        """Return `message` with the fields that end its sample."""
         self._samples.say_ended(answer)
         return answer.last(
             message,
@@ -301,13 +297,14 @@ class AnswerDelivery:
         )
 
 
-# Without news a full cluster is asked again after so long; guessed, about one step of a large
-# batch.
+# Seconds after which a full cluster is asked again without news of room. Guessed: about one step
+# of a large batch.
 _ROOM_POLL_S = 0.1
 
 
 class Reserving:
-    """See the module."""
+    """Search for the workers of one request; its result is a pair whose decode worker holds
+    blocks."""
 
     def __init__(
         self,
@@ -321,14 +318,15 @@ class Reserving:
         on_queued: Callable[[], None],
         is_again: bool = False,
     ) -> None:
-        """`mark`: told each stage as it ends; `on_choice`: each choice as it is made; `on_lack`:
-        the role of which a worker is waited for; `on_queued`: when a decode worker has taken the
-        request on, and has it wait for places. `is_again`: the answer has begun, and its decode
-        worker is gone."""
+        """mark: called with each stage as it ends.
+        on_choice: called with each choice as it is made.
+        on_lack: called with the role of which a worker is waited for.
+        on_queued: called when a decode worker has queued the request for places.
+        is_again: whether the request has lost its decode worker."""
         self.leg: DecodeCall | None = None
-        """None: no decode worker is needed, or none was found."""
+        """The reservation; None: no decode worker is needed, or none was found."""
         self.fingerprint = ""
-        """Of the model that its worker has."""
+        """Fingerprint of the model on the reserved decode worker."""
         self._cluster = cluster
         self._job = job
         self._mark = mark
@@ -339,16 +337,17 @@ class Reserving:
         self._is_again = is_again
 
     async def run(self, asking: RoutingQuery) -> tuple[Choice, RoutingQuery]:
-        """Who serves; the decode worker, if one is needed, has set blocks aside by then.
+        """Find the workers. Returns: the choice, whose decode worker (if one is needed) has set
+        blocks aside, and the routing query that it answers.
 
-        Raises: BatonError: what the last worker said, or that there is none.
+        Raises: BatonError: the last worker's refusal, or that there is no worker.
         """
         routing, refused = self._cluster.routing, set[str]()
         times = self._cluster.times
         wait_s = times.failover_wait_s if self._is_again else times.reserve_wait_s
         bound = self._deadline.sooner(wait_s)
         last_error: BatonError | None = None
-        may_room_help = False  # one of those that refused
+        may_room_help = False  # whether one of the refusals may be over when room comes
         occasion = DECODE_LEFT if self._is_again else FIRST
         while True:
             if last_error is not None and not routing.pools(asking, refused).decode:
@@ -393,12 +392,13 @@ class Reserving:
                 self._mark("reserve", None)
 
     async def _wait(self) -> None:
-        """Until there may be room."""
+        """Wait until there may be room, at most `_ROOM_POLL_S`."""
         await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, self._deadline.left_s()))
         self._mark("wait_room", None)
 
     async def _wait_for_places(self, leg: DecodeCall) -> None:
-        """Until the worker that has answered holds places, too; the request's time bounds it."""
+        """Wait until the worker that has answered also holds places; the caller bounds the wait by
+        the request's deadline."""
         if leg.is_queued:
             self._on_queued()
         try:
@@ -408,7 +408,12 @@ class Reserving:
             raise
 
     async def _ask(self, worker: WorkerView, ask: PlacementQuery) -> DecodeCall:
-        """Have `worker` set blocks aside, or queue the request; the leg is ours from here on."""
+        """Have `worker` set blocks aside or queue the request. The returned reservation belongs to
+        the caller.
+
+        Raises: BatonError: the worker's refusal, or that it did not answer; the reservation is
+            cancelled.
+        """
         bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
         span = trace_spans.current_span().child(
             "call decode",
@@ -440,6 +445,7 @@ class Reserving:
         return leg
 
     def _request(self, worker: WorkerView) -> decode_pb2.ReserveDecode:
+        """Make the reservation message for `worker`."""
         job = self._job
         return decode_pb2.ReserveDecode(
             request_id=job.leg_id,
@@ -464,10 +470,10 @@ _PATHS = {
 }
 
 TRY_ANOTHER = (Unavailable, NoCapacity, FailedPrecondition)
-"""What another worker may be able to do although this one cannot."""
+"""Errors of a worker that another worker need not share."""
 
 MAX_TRIES = 3
-"""Prefill workers asked in turn: each costs the client the time until it failed."""
+"""Prefill workers that are asked in turn; each costs the client the time until it failed."""
 
 ShowFirst = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
 ShowPrompt = Callable[[Sequence[common_pb2.TokenLogprobs]], Awaitable[None]]
@@ -475,7 +481,7 @@ ShowPrompt = Callable[[Sequence[common_pb2.TokenLogprobs]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Prefilled:
-    """All first tokens are drawn and shown."""
+    """Result of prefill: the first token of every sample is drawn and shown."""
 
     worker_id: str
     layout: Layout
@@ -484,11 +490,12 @@ class Prefilled:
 
     @property
     def fingerprint(self) -> str:
+        """Fingerprint of the model on the prefill worker."""
         return self.layout[0]
 
 
 class PrefillLeg:
-    """See the module."""
+    """Computation of one prompt at a prefill worker, with retries at others."""
 
     def __init__(
         self,
@@ -501,9 +508,9 @@ class PrefillLeg:
         show_first: ShowFirst,
         show_prompt_logprobs: ShowPrompt,
     ) -> None:
-        """`decode`: where blocks are reserved for the answer; None: it ends with its first token.
-        `show_first`: puts a first token into `samples` and shows it; `show_prompt_logprobs`: the
-        same with those of the prompt's next tokens.
+        """decode: the reservation for the answer; None: the answer ends with its first token.
+        show_first: puts a first token into `samples` and shows it.
+        show_prompt_logprobs: does the same with log probabilities of the prompt's next tokens.
         """
         self._cluster = cluster
         self._job = job
@@ -514,9 +521,10 @@ class PrefillLeg:
         self._show_prompt_logprobs = show_prompt_logprobs
 
     async def run(self, choice: Choice, asking: RoutingQuery) -> tuple[Prefilled, RoutingQuery]:
-        """Have the prompt computed where `choice` says, or where a later one does.
+        """Have the prompt computed by the worker of `choice`, or by a later choice. Returns: the
+        result, and the routing query of the last choice.
 
-        Raises: BatonError, when first tokens are missing and nobody else can draw them.
+        Raises: BatonError when first tokens are missing and no other worker can draw them.
         """
         failed: set[str] = set()
         while True:
@@ -537,23 +545,24 @@ class PrefillLeg:
                     raise
                 choice, asking = await self._another(failed, prefill_id, asking, error)
 
-    # What the prefill client asks for: services.router.prefill_client.Listener.
+    # The methods of worker_client.Listener.
 
     async def show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
-        """Of the prompt's next tokens."""
+        """Show log probabilities of the prompt's next tokens."""
         await self._show_prompt_logprobs(logprobs)
 
     async def show(self, first: prefill_pb2.PrefillReply) -> None:
-        """A sample's first token is there."""
+        """Show a sample's first token."""
         await self._show_first(first)
 
     def prefetch(self, partial: SealedHandle) -> None:
-        """Pass on what is stored so far; nothing when the decode leg cannot use it any more."""
+        """Pass a partial handle on to the decode worker, which ignores it once it cannot use it."""
         if self._decode is not None:
             self._decode.prefetch(partial)
 
     def account_deadline(self) -> Deadline:
-        """An answer that is over does not wait long for the account of how it came about."""
+        """Return how long to wait for the worker's account; an answer that is over waits only
+        briefly."""
         if not self._samples.is_over:
             return self._deadline
         return self._deadline.sooner(self._cluster.times.finish_wait_s)
@@ -562,13 +571,14 @@ class PrefillLeg:
         return Prefilled(worker.worker_id, (worker.fingerprint, worker.block_size), account)
 
     def _chosen(self, choice: Choice) -> WorkerView:
-        """Raises: Unavailable when it is gone, or begun anew since it was chosen."""
+        """Return the chosen worker. Raises: Unavailable when it is gone or has restarted since."""
         worker = self._cluster.candidates.get(choice.prefill_id or "")
         if worker.incarnation != choice.prefill_life:
             raise Unavailable(f"prefill worker {worker.worker_id} restarted")
         return worker
 
     async def _call(self, worker: WorkerView, choice: Choice, asking: RoutingQuery) -> PrefillNews:
+        """Send the prompt to `worker`. Returns: its last message. Raises: BatonError."""
         job = self._job
         request = prefill_pb2.PrefillRequest(
             request_id=job.leg_id,
@@ -601,10 +611,11 @@ class PrefillLeg:
     async def _another(
         self, failed: set[str], last_id: str, asking: RoutingQuery, error: BatonError
     ) -> tuple[Choice, RoutingQuery]:
-        """Who tries again; the same model only, because blocks may be reserved for it already. The
-        index is asked anew: the first worker has stored a part, maybe at another node.
+        """Choose a prefill worker for another try. The model stays the same, because blocks may be
+        reserved for it already. The prefix index is asked again, because the failed worker may have
+        stored a part of the KV, perhaps at another store.
 
-        Raises: `error` when there is nobody.
+        Raises: `error` when there is no other worker.
         """
         drawn = self._samples.drawn if self._samples.is_alone else ()
         asking = asking.with_prefixes(await self._cluster.find_prefixes(self._job, drawn))
@@ -617,6 +628,7 @@ class PrefillLeg:
         return again
 
     def _log(self, event: str, worker_id: str, error: BatonError) -> None:
+        """Count and log that the call to a prefill worker failed."""
         self._cluster.routing.metrics.on_retry(event)
         logs.event(
             logger,
@@ -630,11 +642,12 @@ class PrefillLeg:
 
 _Account = decode_pb2.DecodeFinished | decode_pb2.DecodeMoved
 _Last = tuple[SampleOutput, inference_pb2.GenerateResponse]
-"""The answer that ended last, and its message, not sent yet."""
+"""The sample that ended last, and its last message, not sent yet."""
 
 
 class Decoding:
-    """See the module."""
+    """Receiver of what decode workers draw for one request; `run` is called once for each
+    worker."""
 
     def __init__(
         self,
@@ -646,9 +659,9 @@ class Decoding:
         times: StageTimes,
     ) -> None:
         self.handle: SealedHandle | None = None
-        """On the KV of prompt and tokens, of a worker that moved the stream."""
+        """KV handle on prompt and drawn tokens, from a worker that moved the stream."""
         self.has_drawn = False
-        """Whether any token came of a decode worker."""
+        """Whether any token came from a decode worker."""
         self._cluster = cluster
         self._request_id = request_id
         self._samples = samples
@@ -657,16 +670,17 @@ class Decoding:
         self._times = times
 
     def take_handle(self) -> SealedHandle | None:
-        """The handle, which is the caller's from now on."""
+        """Return the handle, whose leases belong to the caller from now on; None: there is none."""
         handle, self.handle = self.handle, None
         return handle
 
     async def run(self, leg: DecodeCall, fingerprint: str) -> Loss | None:
-        """Show all that comes over `leg`, the last message with the request's account included.
+        """Show everything that comes over `leg`, including the last message with the request's
+        account.
 
         Args: fingerprint: of the model that draws.
         Returns: why the answer must go on elsewhere; None: it is over.
-        Raises: BatonError, for what no other worker could do better.
+        Raises: BatonError when no other worker could go on.
         """
         last: _Last | None = None
         while last is None:
@@ -680,7 +694,7 @@ class Decoding:
         answer, message = last
         account = _account_in(arrival)
         if account is None:
-            # A stop string: only text could show it, so the worker must be told.
+            # A stop string ended the sample. The worker does not see text, so it must be told.
             leg.cancel()
             await self._delivery.show(message)
             message = answer.empty()
@@ -693,7 +707,7 @@ class Decoding:
         return None
 
     async def _take(self, leg: DecodeCall, news: SampleNews) -> _Last | None:
-        """Show what came of one sample. Returns: its message not sent yet, if it ended last."""
+        """Show what came for one sample. Returns: its message, not sent yet, if it ended last."""
         self.has_drawn = True
         taken = self._samples.take(news)
         if taken is None:
@@ -710,8 +724,10 @@ class Decoding:
         return None
 
     def _loss(self, leg: DecodeCall, arrival: CallUpdate) -> Loss | None:
-        """What a leg's end means whose answer is not over; None: its last events are still to be
-        taken. Raises: see `run`."""
+        """Return what the end of `leg` means while the answer is not over; None: it has not ended.
+
+        Raises: BatonError, as `run`.
+        """
         if arrival.moved is not None:
             return self._moved(leg, arrival.moved.news)
         error = arrival.error
@@ -736,7 +752,11 @@ class Decoding:
         return loss
 
     def _moved(self, leg: DecodeCall, news: decode_pb2.DecodeMoved) -> Loss:
-        """Its worker leaves: what it has sent must be what came."""
+        """Book the part of a worker that leaves.
+
+        Raises: Internal when the tokens that came are not those that it sent; Unavailable for a
+            beam search, which cannot be moved.
+        """
         self._samples.check_sent(news.num_output_tokens)
         self._close(leg, news, request_stats.MOVED)
         if not self._samples.can_go_on:
@@ -749,7 +769,7 @@ class Decoding:
         return Loss(leg.worker_id, leg.incarnation, None)
 
     def _close(self, leg: DecodeCall, account: _Account, ended_by: str = "") -> None:
-        """The worker's own account of what it did."""
+        """Book the worker's own account of its part."""
         if account.HasField("leg"):
             self._account.add(account.leg, leg.block_size, ended_by)
         else:
@@ -758,7 +778,7 @@ class Decoding:
         self._times.mark_split(parts, rest="stream", wire="decode_wire")
 
     async def _account_of(self, leg: DecodeCall) -> _Account | None:
-        """The cancelled worker's account of its leg; None when it does not come in time."""
+        """Return the cancelled worker's account of its part; None when it does not come in time."""
         try:
             async with asyncio.timeout(self._cluster.times.finish_wait_s):
                 return await leg.wait_over()
@@ -774,20 +794,22 @@ class Decoding:
 
 
 def seconds_of(times: Iterable[common_pb2.StageTime]) -> Sequence[tuple[str, float]]:
-    """A worker's stages."""
+    """Return a worker's stages as (stage, seconds)."""
     return [(entry.stage, entry.seconds) for entry in times]
 
 
 def _account_in(arrival: CallUpdate) -> _Account | None:
+    """Return the worker's account in an update; None: it has not come."""
     return arrival.moved.news if arrival.moved is not None else arrival.finished
 
 
 _RETRY_S = 0.2
-"""Between two tries to find a prefill worker while one is waited for; guessed."""
+"""Seconds between two tries to find a prefill worker while one is waited for. Guessed."""
 
 
 class LifecycleState(Enum):
-    """See the module."""
+    """State of a request at the router, described in the module docstring; the value is shown to
+    users."""
 
     LOOKING_UP = "looking up its prefix"
     RESERVING = "waiting for decode blocks"
@@ -801,7 +823,7 @@ class LifecycleState(Enum):
 
 
 class RequestLifecycle:
-    """See the module."""
+    """Serving of one request from lookup to its last message; `run` drives it."""
 
     def __init__(
         self,
@@ -814,7 +836,7 @@ class RequestLifecycle:
         send: Send,
         on_reserved: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_reserved: called when a decode worker has taken the request on."""
+        """on_reserved: called when a decode worker has accepted or queued the request."""
         self.state = LifecycleState.LOOKING_UP
         self.choice: Choice | None = None
         """The workers chosen last; None: none yet."""
@@ -833,15 +855,15 @@ class RequestLifecycle:
         self._asking: RoutingQuery | None = None
         self._leg: DecodeCall | None = None
         self._on_reserved = on_reserved
-        # Ours until a decode worker is told of it.
+        # Its leases are this object's until the handle is sent to a decode worker.
         self._handle: SealedHandle | None = None
         self._fingerprint = ""
         self._to_note: Callable[[], None] | None = None
 
     async def run(self) -> None:
-        """Serve the request to its last message. The caller bounds it by the deadline.
+        """Serve the request to its last message. The caller bounds the time by the deadline.
 
-        Raises: BatonError; asyncio.CancelledError. Both legs have been told by then.
+        Raises: BatonError; asyncio.CancelledError. Both workers have been told by then.
         """
         try:
             loss = await self._attempt()
@@ -857,18 +879,18 @@ class RequestLifecycle:
                 self._cluster.leases.release(self._handle)
 
     async def _attempt(self) -> Loss | None:
-        """One pair of workers. Returns: None when the answer is over."""
+        """Serve the request with one pair of workers. Returns: None when the answer is over."""
         is_again = self._failover.is_on
         wait_s = self._cluster.times.failover_wait_s if is_again else 0.0
         bound = self._deadline.sooner(wait_s)
-        broken = set[str]()  # lives of prefill workers
+        broken = set[str]()  # incarnations of prefill workers
         while True:
             asking = await self._ask_again() if is_again else await self._look_up()
             choice, asking = await self._reserve(asking)
             if asking.has_kv:
                 if self._has_kv():
                     break
-                # It lapsed while a worker was looked for.
+                # The handle lapsed during the search for a worker.
                 self._need_leg("a handle without decode").cancel()
                 self.state = LifecycleState.MOVING
                 continue
@@ -889,7 +911,8 @@ class RequestLifecycle:
                 if self._leg is not None:
                     self._leg.cancel()
                 self.state = LifecycleState.MOVING if is_again else LifecycleState.LACKING_PREFILL
-                # Progress of decode workers is no news of prefill's: our own cancelled leg is some.
+                # A sleep, not a wait for progress of decode workers: the reservation cancelled
+                # above counts as progress, and says nothing about prefill workers.
                 await asyncio.sleep(min(_RETRY_S, self._deadline.left_s()))
                 self._failover.mark("wait_room", None)
         return await self._hand_over(asking)
@@ -897,11 +920,12 @@ class RequestLifecycle:
     # ---- finding workers
 
     async def _look_up(self) -> RoutingQuery:
-        """What is asked for from here on: of one sample all that was drawn is context now."""
+        """Ask the prefix index and return what workers are chosen by. For a single sample all drawn
+        tokens are context."""
         job, samples = self._job, self._samples
         drawn = samples.drawn if samples.is_alone else ()
         prefixes = await self._cluster.find_prefixes(job, drawn)
-        await asyncio.sleep(0)  # the choice is a turn's work, too
+        await asyncio.sleep(0)  # the choice takes time, too: let other requests run first
         self._failover.mark("lookup", partial(tracing.of_lookup, prefixes))
         num_context_tokens = len(job.prompt_token_ids) + len(drawn)
         ask = PlacementQuery(
@@ -921,7 +945,7 @@ class RequestLifecycle:
         )
 
     async def _ask_again(self) -> RoutingQuery:
-        """As `_look_up`, after a loss; who holds a handle on the KV needs to know no more."""
+        """Return the routing query after a loss; with a usable handle no new lookup is needed."""
         has_kv = self._has_kv()
         asking = self._asking if has_kv else None
         if asking is None:
@@ -930,8 +954,8 @@ class RequestLifecycle:
         return replace(asking, has_kv=has_kv, left=self._failover.left, fingerprint=fingerprint)
 
     def _has_kv(self) -> bool:
-        """Whether a handle is there with which nobody computes much alone; any other is given
-        back."""
+        """Return whether there is a handle from which a worker can go on without computing much
+        itself; an unusable handle is given back."""
         if self._handle is None:
             return False
         drawn = self._samples.drawn if self._samples.is_alone else ()
@@ -954,7 +978,7 @@ class RequestLifecycle:
         return False
 
     async def _reserve(self, asking: RoutingQuery) -> tuple[Choice, RoutingQuery]:
-        """Choose a pair whose decode worker has set blocks aside."""
+        """Choose a pair of workers whose decode worker has set blocks aside."""
         reserving = Reserving(
             self._cluster,
             self._job,
@@ -978,17 +1002,20 @@ class RequestLifecycle:
             self._fingerprint = reserving.fingerprint or self._fingerprint
 
     def _on_choice(self, choice: Choice) -> None:
+        """Record a choice of `Reserving`."""
         self.choice = choice
         if not self._failover.is_on:
             self.state = LifecycleState.RESERVING
 
     def _on_lack(self, role: str) -> None:
+        """Record that a worker of `role` is waited for."""
         if not self._failover.is_on:
             self.state = (
                 LifecycleState.LACKING_PREFILL if role == PREFILL else LifecycleState.LACKING_DECODE
             )
 
     def _on_queued(self) -> None:
+        """Record that the decode worker queues the request for places."""
         self._on_reserved()
         if not self._failover.is_on:
             self.state = LifecycleState.LACKING_PLACE
@@ -996,7 +1023,8 @@ class RequestLifecycle:
     # ---- the prefill worker
 
     async def _prefill(self, choice: Choice, asking: RoutingQuery) -> RoutingQuery:
-        """The next token of each sample, and the handle on the KV before it if there is one."""
+        """Obtain the next token of each sample, and the handle on the KV before it if there
+        is one."""
         self.state = LifecycleState.PREFILLING
         self._samples.begin_prefill()
         num_found = asking.ask.num_prompt_tokens - choice.num_computed
@@ -1013,7 +1041,7 @@ class RequestLifecycle:
         prefilled, asking = await leg.run(choice, asking)
         self._fingerprint = prefilled.fingerprint
         if asking.decision is not None:
-            self.choice = asking.decision.choice  # another one than the first, after a retry
+            self.choice = asking.decision.choice  # differs from `choice` after a retry
         if self._leg is not None:
             workers = [prefilled.worker_id, self._leg.worker_id]
             self._to_note = partial(
@@ -1021,8 +1049,8 @@ class RequestLifecycle:
             )
         account = prefilled.account
         if account is None:
-            self._account.expect(0)  # it was lost, and what was found with it
-            self._account.recompute_for("")  # the decode worker says that it is missing
+            self._account.expect(0)  # the account is lost, and with it how much KV was found
+            self._account.recompute_for("")  # the decode worker reports what is missing
             self._times.mark("prefill_compute")
             return asking
         self._handle = account.handle
@@ -1035,9 +1063,8 @@ class RequestLifecycle:
         return asking
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
-        """A sample's first token is there. If it ends the answer, the decode worker is told right
-        away.
-        """
+        """Show a sample's first token. If it ends the answer, cancel the decode worker
+        right away."""
         num_otherwise = self._samples.num_drawn_otherwise
         message = self._samples.take_first(first)
         if self._samples.num_drawn_otherwise > num_otherwise:
@@ -1050,6 +1077,7 @@ class RequestLifecycle:
         await self._delivery.show(message)
 
     async def _show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        """Show those of the prompt's log probabilities that are new."""
         new = self._samples.take_prompt(logprobs)
         request_id = self._job.request_id
         await self._delivery.show(
@@ -1059,7 +1087,8 @@ class RequestLifecycle:
     # ---- the decode worker
 
     async def _decode_alone(self, asking: RoutingQuery) -> Loss | None:
-        """The decode worker computes the prompt itself, and draws all the rest."""
+        """Have the decode worker compute the prompt itself and draw the whole rest of the
+        answer."""
         leg = self._need_leg("nobody was chosen to compute the prompt")
         self._asking, self.state = asking, LifecycleState.DECODING
         self._account.expect(min(leg.num_tokens_local, len(self._job.prompt_token_ids) - 1))
@@ -1071,7 +1100,7 @@ class RequestLifecycle:
         return await self._decode(leg)
 
     async def _hand_over(self, asking: RoutingQuery) -> Loss | None:
-        """Have the decode worker go on from what was drawn, unless all answers ended with it."""
+        """Have the decode worker go on from what was drawn, unless all samples ended with it."""
         self._asking = asking
         ended = list(self._samples.ended())
         last = ended.pop() if self._samples.is_over else None
@@ -1084,7 +1113,7 @@ class RequestLifecycle:
             except OTHERS_MAY as error:
                 return Loss(leg.worker_id, leg.incarnation, error)
             finally:
-                self._note_prompt()  # not before: decode waits for the handle
+                self._note_prompt()  # after the handle is sent: the decode worker waits for it
             self._handle = None
         else:
             self._note_prompt()
@@ -1103,25 +1132,27 @@ class RequestLifecycle:
         return None
 
     def _note_prompt(self) -> None:
-        """Have it remembered who has the prompt's KV, once."""
+        """Record, once, which workers hold the prompt's KV."""
         note, self._to_note = self._to_note, None
         if note is not None:
             note()
 
     def _need_leg(self, otherwise: str) -> DecodeCall:
+        """Return the reservation. Raises: Internal, with `otherwise`, when there is none."""
         if self._leg is None:
             raise Internal(otherwise)
         return self._leg
 
     async def _decode(self, leg: DecodeCall) -> Loss | None:
-        """All that comes of one decode worker."""
+        """Show what one decode worker draws."""
         try:
             return await self._decoding.run(leg, self._fingerprint)
         finally:
             self._handle = self._decoding.take_handle()  # given back at the end, if not used
 
     def _note_loss(self, loss: Loss) -> None:
-        """Raises: BatonError when the request has lost too many workers."""
+        """Count a loss and log it. Raises: BatonError when the request has lost too many
+        workers."""
         self._failover.note(loss)
         self.state = LifecycleState.MOVING
         self._log_retry(
@@ -1137,10 +1168,11 @@ class RequestLifecycle:
         logs.event(logger, event, level=level, request_id=self._job.request_id, **about)
 
     def _note_answer(self) -> None:
-        """The next turn of the conversation may go where this one was decoded."""
+        """Record where the answer's KV is, so that the conversation's next turn may be sent
+        there."""
         if self._leg is not None and self._asking is not None and self._decoding.has_drawn:
             job = self._job
-            # What was drawn last was never fed back: nobody has its KV.
+            # The last token was never fed back into the model: no worker has its KV.
             drawn, worker_id = self._samples.drawn[:-1], self._leg.worker_id
             self._cluster.routing.note_answer(
                 self._asking, job.tenant_salt, job.prompt_token_ids, drawn, worker_id

@@ -1,30 +1,20 @@
-"""What admission counts, as metrics. Plain numbers, read in the thread of whoever scrapes.
+"""RouterMetrics: the Prometheus metrics of a router, and Traffic, the request counts by model that
+the router reports to the autoscaler.
 
-What a router's /metrics shows of its HTTP port: answers by path and status, also those that were
-refused before they were a request to anybody.
+`RouterMetrics` holds requests by outcome, stage times, latencies as clients see them, where the KV
+of prompts came from, how workers were chosen, and the known workers and stores. `RequestMeter`
+measures one request's messages for it. `HttpMetrics` counts HTTP answers by path and status,
+including those rejected before they became a request; the path is the registered route, and all
+paths without a route share one label. `AdmissionMetrics` reads the admission's counts at each
+scrape. Labels have few values: no request, no tenant, no worker id.
 
-A path is as it was registered, so that there are as many as there are routes; what matched none is
-one together. Counted on the event loop when an answer begins.
+`Traffic` counts, for capacity planning, every request that passed the first checks: once as
+arrived, once by its end, and in exactly one place in between. Invariant: arrived = finished +
+refused + failed + cancelled + rejected + requests in some place. `make_beat` makes the registry
+heartbeat that publishes these counts, and this router's use of adapters for other routers.
 
-What this router's requests were, model by model: counts since start, and how many are where now.
-
-For whoever plans capacity: every request that passed the first checks is counted once as arrived
-and once by its end, and lies in exactly one place in between. Knows no worker, no tenant and no
-request by name; writes nowhere (`beats` does).
-
-Law: arrived = finished + refused + failed + cancelled + rejected + those that are somewhere now.
-One asyncio loop.
-
-This router's entry in the registry: what its traffic is, for the autoscaler, and what it does
-with adapters, for other routers. The counts are `traffic`'s; how an entry lives and lapses is
-`process.registry`'s.
-
-What a router's /metrics shows: requests by how they ended, where their time went, latencies as
-clients see them, where prompts' KV came from, how workers were chosen, and whom it knows.
-
-Counted where things happen, on the event loop; prometheus_client's values may be read from the
-metrics server's thread at any time. Labels are few and known: no request, no tenant, no worker
-beyond its role.
+Values are updated on one asyncio loop; the metrics server reads them from its own thread at any
+time.
 """
 
 from __future__ import annotations
@@ -65,14 +55,14 @@ _PREFIX = "baton_router_admission_"
 
 
 class AdmissionMetrics(Collector):
-    """See the module."""
+    """Prometheus collector of the admission's counts."""
 
     def __init__(self, admission: Admission, router_id: str) -> None:
         self._admission = admission
         self._labels = {"router_id": router_id}
 
     def collect(self) -> Iterable[Metric]:
-        """All of them, now."""
+        """Return all metrics as of now."""
         admission, labels, counts = self._admission, self._labels, self._admission.counts
         return [
             metrics.gauge(
@@ -110,7 +100,7 @@ NO_ROUTE = "(none)"
 
 
 class HttpMetrics(Collector):
-    """See the module."""
+    """Prometheus collector that counts the answers of an aiohttp application."""
 
     def __init__(self, router_id: str) -> None:
         self._id = router_id
@@ -123,21 +113,22 @@ class HttpMetrics(Collector):
         )
 
     def add_to(self, app: web.Application) -> None:
-        """Count what `app` answers."""
+        """Count the answers of `app`."""
         app.on_response_prepare.append(self._count)
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Return all metrics as of now."""
         return self._registry.collect()
 
     async def _count(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Count an answer when it begins; an aiohttp signal handler."""
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else NO_ROUTE
         self._answers.labels(self._id, path, str(response.status)).inc()
 
 
 class TrafficPlace(Enum):
-    """Where a request is."""
+    """Place of a running request."""
 
     HELD = "held because there is no worker"
     QUEUED = "waiting to be admitted"
@@ -145,18 +136,18 @@ class TrafficPlace(Enum):
 
 
 class TrafficEnd(Enum):
-    """How it ended."""
+    """Outcome of a request, for capacity planning."""
 
     FINISHED = "finished"
     REFUSED = "refused"
     FAILED = "failed"
     CANCELLED = "cancelled"
     REJECTED = "rejected"
-    """By its own fault, or its tenant's: more workers would not serve it."""
+    """By the request's or its tenant's own fault: more workers would not serve it."""
 
 
 class Durations:
-    """Seconds in buckets."""
+    """Histogram of durations in seconds."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = tuple(bounds_s)
@@ -164,19 +155,19 @@ class Durations:
         self._total_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Add a duration."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self._total_s += seconds
 
     def to_proto(self) -> router_status_pb2.Durations:
-        """All so far."""
+        """Return all durations so far."""
         return router_status_pb2.Durations(
             bounds_s=self._bounds_s, counts=self._counts, total_s=self._total_s
         )
 
 
 class ModelCounts:
-    """Of one model."""
+    """Counts of one model since start."""
 
     def __init__(self) -> None:
         self.num_arrived = 0
@@ -192,7 +183,7 @@ class ModelCounts:
         self.queue = Durations(REQUEST_BOUNDS_S)
 
     def to_proto(self, model: str) -> router_status_pb2.ModelTraffic:
-        """As it stands now."""
+        """Return the counts as of now."""
         return router_status_pb2.ModelTraffic(
             model=model,
             num_arrived=self.num_arrived,
@@ -216,7 +207,7 @@ class ModelCounts:
 
 
 class RequestTraffic:
-    """One request's share in its model's counts."""
+    """One request's contribution to the counts of its model."""
 
     def __init__(self, counts: ModelCounts) -> None:
         self._counts = counts
@@ -226,28 +217,29 @@ class RequestTraffic:
         counts.places[self._place] += 1
 
     def move(self, place: TrafficPlace) -> None:
-        """It is there now."""
+        """Record that the request is at `place` now."""
         self._counts.places[self._place] -= 1
         self._place = place
         self._counts.places[place] += 1
 
     def on_first_token(self, seconds: float) -> None:
-        """Seconds since it arrived."""
+        """Record the time to first token in seconds."""
         self._counts.first_token.observe(seconds)
 
     def on_sample_end(self, per_token_s: float | None) -> None:
-        """One of its samples ended; None: with its first token."""
+        """Record the mean seconds per output token of an ended sample; None: it ended with its
+        first token."""
         if per_token_s is not None:
             self._counts.per_token.observe(per_token_s)
 
     def on_message(self, message: inference_pb2.GenerateResponse) -> None:
-        """A message went out."""
+        """Count a message that was sent."""
         self._num_output_tokens += len(message.token_ids)
         if message.HasField("provenance"):
             self._provenance = message.provenance
 
     def on_stages(self, stages: Iterable[tuple[str, float]]) -> None:
-        """Where its time went, at its end."""
+        """Add the seconds of each stage; called at the request's end."""
         queue_s = 0.0
         for stage, seconds in stages:
             if stage in _QUEUES:
@@ -259,7 +251,7 @@ class RequestTraffic:
         self._counts.queue.observe(queue_s)
 
     def leave(self, end: TrafficEnd) -> None:
-        """It is over."""
+        """Count the request by how it ended."""
         counts, account = self._counts, self._provenance
         counts.places[self._place] -= 1
         counts.ended[end] += 1
@@ -275,14 +267,14 @@ _DECODES = frozenset({"decode_fetch", "decode_queue", "decode", "stream"})
 
 
 class Traffic:
-    """Of all models that this router serves."""
+    """Counts of all models that this router serves."""
 
     def __init__(self, models: Iterable[str]) -> None:
         self._models = {model: ModelCounts() for model in models}
 
     @contextmanager
     def follow(self, model: str) -> Iterator[RequestTraffic]:
-        """Count one request for that model while the body serves it."""
+        """Context manager: count one request for a model while the body serves it."""
         counts = self._models[model]
         counts.num_arrived += 1
         request = RequestTraffic(counts)
@@ -296,7 +288,7 @@ class Traffic:
             request.leave(end)
 
     def to_proto(self) -> list[router_status_pb2.ModelTraffic]:
-        """Everything, now."""
+        """Return the counts of all models as of now."""
         return [counts.to_proto(model) for model, counts in self._models.items()]
 
     def check_integrity(self, *, is_idle: bool = False) -> None:
@@ -312,6 +304,7 @@ class Traffic:
 
 
 def _end_of(error: BaseException) -> TrafficEnd:
+    """Return the outcome of a request that ended with `error`."""
     if isinstance(error, OverRate | InvalidArgument | AlreadyExists):
         return TrafficEnd.REJECTED
     if isinstance(error, NoCapacity | Unavailable):
@@ -334,7 +327,10 @@ def make_beat(
     traffic: Traffic,
     adapters: Callable[[], Iterable[router_status_pb2.RouterAdapter]],
 ) -> RegistryHeartbeat:
-    """Not started. `address`: where this router serves, by then."""
+    """Return the heartbeat of this router's registry entry, not started.
+
+    Args: address: returns the address at which this router serves; called once it serves.
+    """
 
     began_s = time.monotonic()
 
@@ -363,22 +359,23 @@ REQUEST_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5),
     *(2.5, 4.0, 6.0, 10.0, 20.0, 40.0, 80.0, 160.0),
 )
-"""As the engine's for what happens once a request."""
+"""Histogram buckets for what happens once a request; the same as the engine's."""
 
 TOKEN_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""As the engine's for what happens once a step."""
+"""Histogram buckets for what happens once a step; the same as the engine's."""
 
 _CHOICE_BOUNDS_S = (
     *(0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.0025, 0.005, 0.01, 0.05),
 )
-"""A decision is computing only: tens of microseconds for a few workers. Guessed beyond."""
+"""Histogram buckets for a placement decision, which is pure computation: tens of microseconds for
+a few workers. The upper ones are guessed."""
 
 
 class RouterMetrics(Collector):
-    """See the module."""
+    """Prometheus collector of all metrics of a router's requests."""
 
     def __init__(
         self,
@@ -387,7 +384,9 @@ class RouterMetrics(Collector):
         snapshot: Callable[[], Snapshot] = Snapshot,
         others: Callable[[Labels], Iterable[Metric]] = lambda labels: (),
     ) -> None:
-        """At a scrape, snapshot: of the registry; others: what is counted elsewhere."""
+        """num_in_flight: returns the requests in flight.
+        snapshot: returns the registry's snapshot at a scrape.
+        others: returns metrics that are counted elsewhere, at a scrape."""
         self._registry = CollectorRegistry()
         self._id = router_id
         self._snapshot = snapshot
@@ -449,34 +448,44 @@ class RouterMetrics(Collector):
     def meter(
         self, elapsed_s: Callable[[], float], *, others: Sequence[LatencyListener] = ()
     ) -> RequestMeter:
-        """For one request's messages. elapsed_s: seconds since it arrived; others: told what it
-        measures, too."""
+        """Return a meter for one request's messages.
+
+        Args:
+            elapsed_s: returns the seconds since the request arrived.
+            others: called with the same measurements.
+        """
         return RequestMeter(self, elapsed_s, others)
 
     def on_first_token(self, seconds: float) -> None:
-        """A request's first token went out."""
+        """Record a request's time to first token in seconds."""
         self._first_token.observe(seconds)
 
     def on_tokens(self, num_tokens: int, since_last_s: float | None) -> None:
-        """A sample's tokens went out; None: its first."""
+        """Count tokens of a sample that were sent.
+
+        Args: since_last_s: seconds since the sample's last message; None: it is the first one.
+        """
         self._tokens.inc(num_tokens)
         if since_last_s is not None:
             self._between.observe(since_last_s)
 
     def on_sample_end(self, reason: str, per_token_s: float | None) -> None:
-        """A sample's last message went out; None: it had no token after its first ones."""
+        """Record a sample that ended.
+
+        Args: per_token_s: mean seconds per token; None: no token came after its first message.
+        """
         self._samples.labels(self._id, reason).inc()
         if per_token_s is not None:
             self._per_token.observe(per_token_s)
 
     def on_provenance(self, provenance: common_pb2.Provenance) -> None:
-        """A request's account went out."""
+        """Count the prompt tokens of a finished request by where their KV was."""
         for source, num_tokens in prompt_sources(provenance).items():
             self._sources.labels(self._id, source).inc(num_tokens)
 
     @contextmanager
     def errors_counted(self) -> Iterator[None]:
-        """Count what the body raises, by status code."""
+        """Context manager: count what the body raises, by status code."""
         try:
             yield
         except BaseException as error:
@@ -486,8 +495,14 @@ class RouterMetrics(Collector):
     def on_end(
         self, outcome: str, code: str, seconds: float, stages: Iterable[tuple[str, float]]
     ) -> None:
-        """A request ended: finished, failed, cancelled or refused. code: see `code_of`; empty: it
-        has finished."""
+        """Record a request that ended.
+
+        Args:
+            outcome: finished, failed, cancelled or refused.
+            code: see `code_of`; empty: it has finished.
+            seconds: from arrival to the end.
+            stages: (stage, seconds).
+        """
         self._requests.labels(self._id, outcome, code or "ok").inc()
         for stage, stage_s in stages:
             self._stages.labels(self._id, stage).inc(stage_s)
@@ -497,33 +512,40 @@ class RouterMetrics(Collector):
             self._whole.observe(seconds)
 
     def on_choice(self, policy: str, unit: str, why: Mapping[str, float], took_s: float) -> None:
-        """A pair was chosen. why: its cost by term, in the policy's unit."""
+        """Record a placement decision.
+
+        Args:
+            unit: of the policy's cost.
+            why: cost of the chosen pair by term, in that unit.
+            took_s: seconds that the decision took.
+        """
         self._choices.labels(self._id, policy).inc()
         self._choice_time.observe(took_s)
-        if unit == "s":  # turns, tokens and requests do not add up with it
+        if unit == "s":  # the metric is in seconds; other units are not added to it
             for term, cost_s in why.items():
                 self._terms.labels(self._id, term).inc(max(0.0, cost_s))
 
     def on_lookup(self, seconds: float, *, ok: bool) -> None:
-        """The prefix index was asked."""
+        """Record a lookup in the prefix index."""
         self._lookup_time.observe(seconds)
         if not ok:
             self._lookups_failed.inc()
 
     def on_retry(self, what: str) -> None:
-        """A leg failed and another was tried, or the request went on without."""
+        """Count a worker's failure after which another worker was tried, or the request went on
+        without."""
         self._retries.labels(self._id, what).inc()
 
     def on_suspect(self, role: str) -> None:
-        """A worker failed an RPC."""
+        """Count a worker that failed an RPC."""
         self._suspects.labels(self._id, role).inc()
 
     def on_probe(self, outcome: str) -> None:
-        """A suspected worker was looked at."""
+        """Count a probe of a suspected worker."""
         self._probes.labels(self._id, outcome).inc()
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Return all metrics as of now."""
         labels = {"router_id": self._id}
         yield gauge("baton_up", "1 while the process answers.", labels, 1)
         yield from _of_registry(self._snapshot(), labels)
@@ -541,14 +563,14 @@ class RouterMetrics(Collector):
 
 
 class LatencyListener(Protocol):
-    """Who is told what a meter measures of one request."""
+    """Receiver of the latencies that a RequestMeter measures."""
 
     def on_first_token(self, seconds: float) -> None: ...
     def on_sample_end(self, per_token_s: float | None) -> None: ...
 
 
 class RequestMeter:
-    """Measures one request's messages as they go out."""
+    """Latency measurement of one request's messages as they are sent."""
 
     def __init__(
         self,
@@ -563,7 +585,7 @@ class RequestMeter:
         self._samples: dict[int, _SampleTimes] = {}
 
     def on_message(self, message: inference_pb2.GenerateResponse) -> None:
-        """A message went out."""
+        """Measure a message that was sent."""
         now_s, num_tokens = self._elapsed_s(), len(message.token_ids)
         sample = self._samples.get(message.sample_index)
         if num_tokens:
@@ -591,7 +613,7 @@ class RequestMeter:
 
 
 class _SampleTimes:
-    """When one sample's tokens went out, in seconds since its request arrived."""
+    """Times at which one sample's tokens were sent, in seconds since the request arrived."""
 
     def __init__(self, first_s: float) -> None:
         self.first_s = self.last_s = first_s
@@ -599,35 +621,35 @@ class _SampleTimes:
 
     @property
     def per_token_s(self) -> float | None:
+        """Mean seconds per token after the first message; None: there was no such token."""
         if not self.num_later_tokens:
             return None
         return (self.last_s - self.first_s) / self.num_later_tokens
 
 
 def code_of(error: BaseException) -> str:
-    """The status that a client sees of it, in small letters."""
+    """Return the status code that a client sees for `error`, in lower case."""
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     return status_of(error)[0].name.lower()
 
 
 def prompt_sources(provenance: common_pb2.Provenance) -> dict[str, int]:
-    """Prompt tokens by where the first leg found their KV: computed, local or store. The legs after
-    it get theirs from it. Empty when no leg left an account.
-    """
+    """Return prompt tokens by where the first worker found their KV: computed, local or store.
+    Later workers get the KV from that worker. Empty when no worker left an account."""
     for leg in provenance.legs:
         sources = {
             "computed": leg.num_tokens_computed,
             "local": leg.num_tokens_local,
             "store": sum(count.num_tokens for count in leg.from_store),
         }
-        if any(sources.values()):  # else its worker broke, and told nothing
+        if any(sources.values()):  # else the worker failed and gave no account
             return sources
     return {}
 
 
 def _of_registry(snapshot: Snapshot, labels: Labels) -> Iterable[Metric]:
-    """Whom the router knows."""
+    """Return metrics of the workers and stores that the router knows."""
     states = dict.fromkeys(("prefill", "prefill_draining", "decode", "decode_draining"), 0)
     for worker in snapshot.workers:
         state = f"{worker.role}_draining" if worker.is_draining else worker.role

@@ -1,19 +1,17 @@
-"""One sample of an answer as its client sees it: tokens in, messages out, and the last message's
-account.
+"""AnswerOutput: the output of one request, which turns tokens from workers into messages to the
+client, sample by sample, and tells later workers what has been drawn.
 
-Joins the visible text with the ids, logprobs and traces that belong to it, and knows why the sample
-ended: what the engine said, or a stop string, which only text can show. No I/O. One sample of one
-request.
+`SampleOutput` is one sample as its client sees it. It joins the visible text with the token ids,
+logprobs and traces that belong to it, and knows why the sample ended: the engine's finish reason,
+or a stop string, which only text can show.
 
-The samples of one request: their answers, what has been drawn of each, and what workers are told
-of that.
+`AnswerOutput` holds the samples of a request. A token that came counts as drawn whether it is shown
+or held back, and a later worker goes on after it. Invariants: the drawn tokens of a sample are
+those that its SampleOutput was given, in order; tokens past the sample's end are drawn, too, but
+are given to no SampleOutput. A token that was reported stands: when a later prefill worker draws
+another token in its place, the later one's tokens for that sample are ignored.
 
-Joins what workers say with what clients see, sample by sample. A token that came counts as drawn,
-shown or held back: whoever goes on, goes on behind it. No I/O, no clock. One request.
-
-Law: of each sample the tokens drawn are those that its answer was given, in order; what overshot
-its end is drawn, too, and given to nobody. A token that was told stands: a worker that draws it
-again, and otherwise, is not heard on that sample.
+No I/O, no clock. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _BY_STOP_TOKEN = (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TO
 
 
 class SampleOutput:
-    """See the module."""
+    """One sample of an answer: takes tokens, returns messages, and builds the last message."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class SampleOutput:
         sample_index: int = 0,
         tool_call_ends: ToolCallEnds = NO_TOOL_CALLS,
     ) -> None:
-        """`tool_call_ends`: what makes an end the end of a tool call."""
+        """tool_call_ends: stop tokens and stop strings whose finish reason is "tool call"."""
         self.sample_index = sample_index
         self._tool_call_ends = tool_call_ends
         self._request_id = request_id
@@ -55,7 +53,7 @@ class SampleOutput:
 
     @property
     def is_over(self) -> bool:
-        """Whether the sample ended: by the engine's word or by a stop string."""
+        """Whether the sample has ended, by the engine's finish reason or by a stop string."""
         return self.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
 
     def take(
@@ -68,10 +66,12 @@ class SampleOutput:
         stop_token_id: int | None = None,
         score: float | None = None,
     ) -> inference_pb2.GenerateResponse:
-        """Add tokens from a worker; `reason` is set when they are the engine's last, with the
-        `score` of a beam search's hypothesis.
+        """Add tokens from a worker.
 
-        Returns: what became visible by them; may be empty.
+        Args:
+            reason: set when they are the engine's last tokens.
+            score: of a beam search's hypothesis.
+        Returns: what became visible; may be empty.
         """
         self._logprobs.extend(logprobs)
         self._traces.extend(traces)
@@ -80,7 +80,7 @@ class SampleOutput:
         message = self._message(delta)
         if reason and not self._output.stop_string:
             rest = self._message(self._output.finish())
-            message.text += rest.text  # MergeFrom would put it in the place of the other
+            message.text += rest.text  # MergeFrom would overwrite the text
             message.token_ids.extend(rest.token_ids)
             message.logprobs.extend(rest.logprobs)
             message.traces.extend(rest.traces)
@@ -102,7 +102,8 @@ class SampleOutput:
         num_cached_tokens: int,
         seed: int,
     ) -> inference_pb2.GenerateResponse:
-        """`message` with what ends the sample."""
+        """Return `message` with the fields that end the sample: finish reason, usage, seed, score,
+        stop."""
         message.finish_reason = self.finish_reason
         message.usage.num_prompt_tokens = num_prompt_tokens
         message.usage.num_output_tokens = self._output.num_tokens
@@ -116,10 +117,11 @@ class SampleOutput:
         return message
 
     def empty(self) -> inference_pb2.GenerateResponse:
-        """A message that shows nothing yet."""
+        """Return a message that shows nothing."""
         return self._message(TextDelta())
 
     def _message(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
+        """Make a message of visible text and ids, with the logprobs and traces of those ids."""
         num_tokens = len(delta.token_ids)
         return inference_pb2.GenerateResponse(
             request_id=self._request_id,
@@ -134,12 +136,12 @@ class SampleOutput:
 
 
 def shows_something(message: inference_pb2.GenerateResponse) -> bool:
-    """Whether a message is worth sending."""
+    """Return whether a message has content that is worth sending."""
     return bool(message.text or message.token_ids or message.prompt_logprobs)
 
 
 class AnswerOutput:
-    """See the module."""
+    """All samples of one request, and what was drawn of each."""
 
     def __init__(
         self,
@@ -148,8 +150,8 @@ class AnswerOutput:
         *,
         num_scored_tokens: int = 0,
     ) -> None:
-        """`answers`: of each sample, in their order; `num_scored_tokens`: of the prompt, that log
-        probabilities are wanted of."""
+        """answers: the samples, by index.
+        num_scored_tokens: prompt tokens of which log probabilities were asked for."""
         self._answers = answers
         self._sampling = sampling
         self._drawn: list[list[int]] = [[] for _ in answers]
@@ -157,10 +159,11 @@ class AnswerOutput:
         self._beam_start: Sequence[common_pb2.BeamCandidate] = ()
         self._num_told = 0
         self._num_scored_tokens = num_scored_tokens
-        self._num_prompt_shown = self._num_prompt_came = 0  # log probabilities; of this call
+        # Prompt tokens whose log probabilities were shown, and came in the current prefill call.
+        self._num_prompt_shown = self._num_prompt_came = 0
         self._said: set[int] = set()
         self.num_drawn_otherwise = 0
-        """First tokens that a later worker drew again, and not as they had been told."""
+        """First tokens that a later prefill worker drew differently from what was reported."""
 
     @property
     def is_over(self) -> bool:
@@ -169,59 +172,61 @@ class AnswerOutput:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether any token of any sample came."""
+        """Whether any token of any sample has come."""
         return any(self._drawn)
 
     @property
     def has_all_firsts(self) -> bool:
-        """Whether the prefill worker has drawn all it was asked for: a token of every sample (a
-        beam search: its first candidates)."""
+        """Whether the prefill worker has drawn everything it was asked for: a token of every
+        sample, or the first candidates of a beam search."""
         return len(self._firsts) == num_first_messages(self._sampling)
 
     @property
     def drawn(self) -> Sequence[int]:
-        """Of the first sample."""
+        """Drawn tokens of the first sample."""
         return self._drawn[0]
 
     @property
     def is_alone(self) -> bool:
-        """There is one sample, and it is no beam's."""
+        """Whether there is a single sample, and it is not a beam search."""
         return len(self._answers) == 1 and not self._sampling.HasField("beam")
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another worker could take all of it up. Beams are compared where they are: once
-        one is shown, there is no way back; before that they begin anew.
-        """
+        """Whether another worker could continue all samples. A beam search compares its beams at
+        one worker: once a hypothesis is shown it cannot be continued elsewhere; before that it
+        starts anew."""
         return not (self._sampling.HasField("beam") and self.has_drawn)
 
     @property
     def may_skip_prefill(self) -> bool:
-        """Whether a decode worker could go on from here alone: it draws no sample's first token
-        where others have theirs."""
+        """Whether a decode worker could continue without a prefill worker. It could not draw the
+        first token of some samples while other samples have theirs."""
         return all(self._drawn) or not self.has_drawn
 
     def begin_prefill(self) -> None:
-        """A prefill worker is asked next, maybe once more: it draws behind what it is told."""
+        """Prepare for a call to a prefill worker, which draws after the tokens that it is told."""
         self._firsts = set()
         self._num_told = len(self._drawn[0]) if self.is_alone else 0
 
     @property
     def told_to_prefill(self) -> Sequence[int]:
-        """Output tokens that are context to the prefill worker now. Of several samples it is told
-        none, since the prompt alone is common to them: it draws all their first tokens again, of
-        which only those are taken that were missing."""
+        """Output tokens that the prefill worker gets as context in the current call. None when
+        there are several samples, because only the prompt is common to them: the worker draws all
+        first tokens again, and only the missing ones are used."""
         return self._drawn[0][: self._num_told]
 
     def begin_prompt(self) -> bool:
-        """Another call. Returns: whether log probabilities of the prompt are missing still."""
+        """Prepare for the prompt's log probabilities of another prefill call. Returns: whether some
+        are still missing."""
         self._num_prompt_came = 0
         return self._num_prompt_shown < self._num_scored_tokens
 
     def take_prompt(
         self, logprobs: Sequence[common_pb2.TokenLogprobs]
     ) -> Sequence[common_pb2.TokenLogprobs]:
-        """Those of the prompt's next tokens of this call. Returns: what no call before it told.
+        """Take log probabilities of the prompt's next tokens in this call. Returns: those that no
+        earlier call gave.
 
         Raises: Internal when more come than the prompt has tokens.
         """
@@ -234,7 +239,7 @@ class AnswerOutput:
         return new
 
     def ended(self) -> Iterator[SampleOutput]:
-        """Those that are over and were not said to be, in their order."""
+        """Return the samples that are over and whose last message was not sent, in order."""
         return (
             answer
             for answer in self._answers
@@ -242,18 +247,19 @@ class AnswerOutput:
         )
 
     def say_ended(self, answer: SampleOutput) -> None:
-        """Its client is told that it is over."""
+        """Record that the last message of a sample is sent."""
         self._said.add(answer.sample_index)
 
     def take_first(self, first: prefill_pb2.PrefillReply) -> inference_pb2.GenerateResponse | None:
-        """A sample's first tokens of this call. Returns: what they make visible; None: nothing new.
+        """Take a sample's first tokens of this call. Returns: what they make visible; None: nothing
+        new.
 
-        Whose kernels depend on the batch may draw another token than the worker before it. The one
-        that was told stands, and whoever decodes goes on behind it: the handle is of the prompt,
-        whatever was drawn after it.
+        A prefill worker whose kernels depend on the batch may draw another token than the worker
+        before it. The token that was reported stands, and decode goes on after it: the handle
+        covers only the prompt, so it fits any token after it.
 
-        Raises: Internal when the worker drew a sample that was not asked for, or left out what was
-            asked for of the prompt.
+        Raises: Internal when the worker drew a sample that was not asked for, or left out log
+            probabilities of the prompt.
         """
         if self._num_prompt_shown < self._num_scored_tokens:
             raise Internal(
@@ -271,7 +277,7 @@ class AnswerOutput:
         self._firsts.add(index)
         if list(first.token_ids[: len(known)]) != known:
             self.num_drawn_otherwise += 1
-            return None  # nor what it drew behind that
+            return None  # tokens drawn after a different one are of no use either
         num_known = len(known)
         if num_known == len(first.token_ids):
             return None
@@ -285,8 +291,10 @@ class AnswerOutput:
         )
 
     def handover(self, *, computes_prompt: bool = False) -> decode_pb2.GenerateFromHandle:
-        """What a decode worker goes on from, but for the handle; `computes_prompt`: it needs
-        none."""
+        """Return the command from which a decode worker goes on, without the KV handle.
+
+        Args: computes_prompt: the worker computes the prompt itself and needs no handle.
+        """
         command = decode_pb2.GenerateFromHandle(computes_prompt=computes_prompt)
         if self._sampling.HasField("beam"):
             command.beam_start.extend(self._beam_start)
@@ -298,8 +306,10 @@ class AnswerOutput:
         return command
 
     def check_sent(self, num_tokens: Sequence[int]) -> None:
-        """A decode worker says to have sent so many tokens of each sample, with those that it was
-        told of. Raises: Internal when others came: a token was lost, or came twice.
+        """Compare the number of tokens that a decode worker says it sent of each sample, including
+        those it was told of, with those that came.
+
+        Raises: Internal when they differ: a token was lost, or came twice.
         """
         came = [len(drawn) for drawn in self._drawn]
         if self._sampling.HasField("beam"):
@@ -308,8 +318,8 @@ class AnswerOutput:
             raise Internal(f"a decode worker sent {list(num_tokens)} tokens, and {came} came")
 
     def take(self, news: SampleNews) -> tuple[SampleOutput, inference_pb2.GenerateResponse] | None:
-        """What the decode worker drew for one sample. Returns: its answer and what became visible;
-        None for what overshot the answer's end.
+        """Take what the decode worker drew for one sample. Returns: the sample and what became
+        visible; None for tokens past the sample's end.
 
         Raises: Internal for a sample that was not asked for.
         """

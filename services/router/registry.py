@@ -1,22 +1,20 @@
-"""Remembered: who stays known although the registry does not name it: Redis was away, or is another
-one that begins empty, and processes need a moment to register again.
+"""Registry: the router's view of the live workers, KV stores and routers, polled from their entries
+and heartbeats in Redis.
 
-An absence means something again once `keep_s` have passed since Redis came back: in that time every
-process that lives has had a beat through. Who did is remembered no more, and counts by its beat
-alone. Pure; the caller says what time it is.
+A worker or store counts as live while its heartbeat key holds the incarnation of its entry. An
+entry without a heartbeat, while Redis answers, is gone; the same id with another incarnation is a
+restarted process. While Redis is away every known process stays known, and `is_redis_reachable` is
+false.
 
-Who is alive: workers and KV stores as they register in Redis, polled.
+An absence from Redis means nothing shortly after Redis has come back, if it was away for LAPSE_S,
+so that heartbeats may have lapsed, or if it was replaced by another, empty one: processes need a
+moment to register again. `Remembered` keeps the known processes for KEEP_S from then, each until
+its heartbeat is seen. A replaced Redis is recognized by its mark, a random value that the first
+router to look writes there. The mark is read last: if it is the known one, everything read before
+it came from the same Redis.
 
-A worker counts while its heartbeat key holds the incarnation of its entry. Redis away: everything
-known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when it is back, where it
-is another one or was away for `LAPSE_S`, for it may be empty, or have let all heartbeats lapse.
-After that an entry without heartbeat while Redis answers is gone; the same id with another
-incarnation is another life. Does not talk to workers. One asyncio loop; `snapshot` is replaced as a
-whole, never changed. Looks may overlap: what one saw that began earlier than the last one taken is
-dropped.
-
-A Redis that was replaced is told by its mark: a random value which the first router that looks
-leaves there. It is read last: where it is the known one, so was all that was read before it.
+`snapshot` is replaced as a whole, never changed. Polls may overlap; the result of a poll that began
+before the last one taken is dropped. Does not talk to workers. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -52,7 +50,8 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """Of one kind of process, by id."""
+    """Processes of one kind, by id, that stay known after a Redis outage without a heartbeat. Pure;
+    the caller passes the time."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -60,13 +59,15 @@ class Remembered(Generic[T]):
         self._unheard: dict[str, T] = {}
 
     def begin(self, known: Mapping[str, T], now_s: float) -> None:
-        """Redis is back after beats could lapse, or is another one: from now on these are known
-        until they are heard of, or their time is over, which begins anew."""
+        """Start to remember the `known` processes, because Redis is back after heartbeats could
+        lapse or was replaced. Each is remembered until its heartbeat is seen or `keep_s` has
+        passed."""
         self._unheard = dict(known)
         self._until_s = now_s + self._keep_s
 
     def without(self, heard: Collection[str], now_s: float) -> Mapping[str, T]:
-        """Who is known although not `heard` of: its beat is not in Redis."""
+        """Return the remembered processes that are not in `heard`, the ids with a heartbeat in
+        Redis."""
         if now_s >= self._until_s:
             self._unheard = {}
         for name in heard:
@@ -81,21 +82,21 @@ STORES_KEY = registry.entries_key("store")
 ROUTERS_KEY = registry.entries_key("router")
 STARTING_KEY = registry.entries_key(registry.STARTING_WORKER)
 MARK_KEY = "baton:mark"
-"""Which Redis this is: one that lost everything has another mark, or none."""
+"""Key of the mark that identifies this Redis; one that lost its data has another mark, or none."""
 KEEP_S = BEAT_TTL_MS / 1000
-"""As long as a beat counts: each process tries to beat several times meanwhile."""
+"""Seconds that a heartbeat counts; every process tries to send several in that time."""
 LAPSE_S = KEEP_S - BEAT_EVERY_S
-"""A beat that was there so long ago may have lapsed since, although its process lives."""
+"""Seconds after which a heartbeat that was seen may have lapsed although its process lives."""
 SAY_SILENT_S = 600.0
-"""For so long a worker or store that fell silent is named. One that was killed for good, and whose
-name does not come back, leaves its entry behind."""
+"""Seconds for which a worker or store that lost its heartbeat is reported. A process that was
+killed, and whose name is not used again, leaves its entry behind."""
 _INCARNATION_BYTES = 16
 _SLICE = 16
-"""Entries parsed at a time: about 2 ms."""
+"""Entries parsed before other tasks may run: about 2 ms."""
 
 
 class Registry:
-    """Keeps `snapshot` fresh."""
+    """Poller of Redis that keeps `snapshot` fresh."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class Registry:
         on_change: Callable[[Snapshot], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` stays its owner's. `on_change` is called in the loop after each poll
-        that told something new."""
+        """client: is not closed by this object.
+        on_change: called in the loop after each poll whose result was taken."""
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._timeout_s = timeout_s
@@ -115,10 +116,10 @@ class Registry:
         self._clock = clock
         self._mark = b""
         self._looked_at_s = -math.inf
-        """When the last look that got through began."""
+        """When the last poll that reached Redis began, on the clock."""
         self._num_looks = 0
         self._last_taken = 0
-        """Number of the newest look that told something."""
+        """Number of the newest poll whose result was taken."""
         self._workers: dict[str, _Worker] = {}
         self._stores: dict[str, _Store] = {}
         self._remembered_workers = Remembered[_Worker](KEEP_S)
@@ -127,39 +128,39 @@ class Registry:
         self._task: asyncio.Task[None] | None = None
         self._read_last: dict[bytes, _Entry] = {}
         self._heard_s: dict[str, float] = {}
-        """When each worker and store last had a heartbeat, by name."""
+        """Time of the last heartbeat of each worker and store, by name."""
         self.snapshot = Snapshot()
 
     async def start(self) -> None:
-        """Look once, then keep looking."""
+        """Poll once, then keep polling."""
         await self.poll()
         self._task = asyncio.create_task(self._poll_forever())
 
     async def stop(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         await end_tasks([self._task])
         self._task = None
 
     def statuses(self) -> Sequence[common_pb2.WorkerStatus]:
-        """The last heartbeats of the workers in `snapshot`."""
+        """Return the last heartbeats of the workers in `snapshot`."""
         return tuple(worker.status for worker in self._workers.values())
 
     def store_statuses(self) -> Sequence[inference_pb2.StoreStatus]:
-        """The last heartbeats of the stores in `snapshot`."""
+        """Return the last heartbeats of the stores in `snapshot`."""
         return tuple(store.status for store in self._stores.values())
 
     def find(self, worker_id: str) -> WorkerView | None:
-        """The worker of this id in `snapshot`; None: it is gone."""
+        """Return the worker of this id in `snapshot`; None: it is gone."""
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.view
 
     @property
     def has_met_redis(self) -> bool:
-        """Whether a look ever got through: before, that no worker is known says nothing."""
+        """Whether a poll ever reached Redis; before that, an empty snapshot means nothing."""
         return self._looked_at_s > -math.inf
 
     async def poll(self) -> Snapshot:
-        """Look once. Redis away is an answer, not an error."""
+        """Poll once. Returns: the new snapshot; a Redis that is away is shown in it, not raised."""
         self._num_looks += 1
         number = self._num_looks
         try:
@@ -184,13 +185,15 @@ class Registry:
                 logger.exception("registry_poll_failed")
 
     def _away(self, error: BaseException) -> Snapshot:
+        """Return the last snapshot, marked as taken without Redis."""
         before = self.snapshot
         if before.is_redis_reachable:
             logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
         return replace(before, is_redis_reachable=False)
 
     async def _read(self) -> Callable[[], Snapshot]:
-        """Returns: what takes what was read as known."""
+        """Read everything from Redis. Returns: a function that takes the result as the
+        known state."""
         began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
             # Before the workers, so that their entries show what they loaded for each wish.
@@ -276,7 +279,10 @@ class Registry:
         stores: dict[str, _Store],
         read: Snapshot,
     ) -> Snapshot:
-        """read: all but workers and stores, as it was read."""
+        """Take the result of a poll.
+
+        Args: read: everything read except workers and stores.
+        """
         routers = self._remember(mark, began_s, workers, stores, read.routers)
         if not self.snapshot.is_redis_reachable:
             logs.event(logger, "redis_reached", num_workers=len(self._workers))
@@ -292,7 +298,7 @@ class Registry:
     def _newly_silent(
         self, workers: Mapping[str, _Worker], stores: Mapping[str, _Store], silent: Sequence[str]
     ) -> tuple[str, ...]:
-        """Those of `silent` that were heard of not long ago."""
+        """Return those of `silent` that had a heartbeat within SAY_SILENT_S."""
         now_s = self._clock()
         names = [_name_of(worker.view) for worker in workers.values()]
         names += map(_store_name, stores)
@@ -308,12 +314,15 @@ class Registry:
         stores: dict[str, _Store],
         routers: Mapping[str, bytes],
     ) -> Mapping[str, bytes]:
-        """Take these as known, with those whose absence means nothing yet. `mark` None: it was lost
-        while it was read. Returns: the routers' entries, of those, too.
+        """Take the processes that were read as known, together with those remembered.
+
+        Args: mark: of the Redis that was read; None: it was lost during the read.
+        Returns: entries of the routers, with those remembered.
         """
         now_s = self._clock()
         is_away = not self.snapshot.is_redis_reachable
-        # Not for every look that failed: where some fail now and then, the dead would stay known.
+        # Not after every failed poll: if polls failed now and then, dead processes would stay
+        # known.
         could_lapse = is_away and now_s - self._looked_at_s >= LAPSE_S
         if mark is None or mark != self._mark or could_lapse:
             self._remembered_workers.begin(self._workers, now_s)
@@ -328,7 +337,8 @@ class Registry:
         return {**routers, **self._remembered_routers.without(routers, now_s)}
 
     async def _parse_workers(self, raw: Mapping[bytes, bytes]) -> Mapping[bytes, _Entry]:
-        """What changed is parsed, in slices: a thousand workers must not hold tokens up."""
+        """Parse the entries that changed, in slices, so that a thousand workers do not delay
+        tokens."""
         entries = {}
         for worker_id, data in raw.items():
             before = self._read_last.get(worker_id)
@@ -356,12 +366,12 @@ class _Store:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One worker's entry as it was read."""
+    """One worker's entry as read from Redis."""
 
     data: bytes
     status: common_pb2.WorkerStatus
     view: WorkerView | None = None
-    """None: it cannot be read."""
+    """None: the entry cannot be parsed."""
     problem: str = ""
 
 
@@ -374,6 +384,7 @@ def _store_name(node_id: str) -> str:
 
 
 def _parse_worker(worker_id: bytes, entry: bytes, before: WorkerView | None) -> _Entry:
+    """Parse a worker's entry; an entry that cannot be parsed has a `problem` and no view."""
     unread = common_pb2.WorkerStatus()
     try:
         status = json_format.Parse(
@@ -389,6 +400,7 @@ def _parse_worker(worker_id: bytes, entry: bytes, before: WorkerView | None) -> 
 
 
 def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView | None:
+    """Return the store of an entry; None, with a line in `problems`: it cannot be parsed."""
     try:
         values = json.loads(entry)
         if not isinstance(values, dict):
@@ -396,7 +408,7 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
         store = StoreView(
             _text(values, "node_id"), _text(values, "address"), _text(values, "incarnation")
         )
-        # Workers refuse what names a store's life in another way.
+        # Workers refuse a store incarnation of any other form.
         if len(bytes.fromhex(store.incarnation)) != _INCARNATION_BYTES or not store.address:
             raise ValueError("it has no address, or its incarnation is not 16 bytes of hex")
         return store
@@ -406,6 +418,8 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
 
 
 def _parse_starting(entry: bytes, problems: list[str]) -> StartingWorker | None:
+    """Return the starting worker of an entry; None, with a line in `problems`: it cannot be
+    parsed."""
     try:
         values = json.loads(entry)
         return StartingWorker(*(_text(values, name) for name in ("worker_id", "role", "model")))
@@ -415,7 +429,7 @@ def _parse_starting(entry: bytes, problems: list[str]) -> StartingWorker | None:
 
 
 def _store_status(store: StoreView, entry: bytes) -> inference_pb2.StoreStatus:
-    """All that the entry says; of one that says it in another way, who it is."""
+    """Return the status in the entry; if it cannot be parsed, only the store's identity."""
     try:
         return json_format.Parse(
             entry.decode(), inference_pb2.StoreStatus(), ignore_unknown_fields=True
@@ -427,7 +441,8 @@ def _store_status(store: StoreView, entry: bytes) -> inference_pb2.StoreStatus:
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
-    """A field of protobuf JSON, spelled as in the proto or in camel case."""
+    """Return a field of protobuf JSON, spelled as in the .proto file or in camel case. Raises:
+    LookupError."""
     head, *rest = name.split("_")
     value = values.get(name, values.get(head + "".join(part.title() for part in rest)))
     if not isinstance(value, str):

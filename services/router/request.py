@@ -1,27 +1,17 @@
-"""What a sampling field means that the client left out: the model's own default, as `transformers`
-would read it.
+"""RouterRequest: one generation request, validated, tokenized and with every default filled in, and
+Preparer, which makes it from a GenerateRequest.
 
-`generation_config.json` says so: with `do_sample` its temperature, top_p and top_k; without it (or
-without the file) greedy. Workers always get every field. Pure but for one read of the file at
-start.
+`Preparer` has `PromptEncoder` turn text, token ids or a chat into token ids, checks the bounds that
+need them, and fills in every sampling field that the client left out, so that workers always get
+all of them. Defaults are the model's own, read as `transformers` reads `generation_config.json`:
+with `do_sample` its temperature, top_p and top_k; without it, or without the file, greedy.
+`read_chat` turns a chat into the values that `transformers` gives to chat templates: a call's
+arguments as an object where they are one, tools as in the OpenAI API.
 
-A chat as chat templates take it: plain values out of the message, its JSON parts read.
+`RoutingServices` are the router's parts that every request of one model uses.
 
-The form is the one that `transformers` gives to templates: arguments of calls as objects where they
-are some, tools as OpenAI writes them. Pure; any thread.
-
-A request's prompt to token ids: text, ids or chat. Long prompts are encoded off the event loop,
-which serves others meanwhile.
-
-Knows the tokenizer and the chat template; does not know the model's bounds. One asyncio loop, two
-threads of its own.
-
-One request as the router serves it, and what it is served with. Values; no work of their own.
-
-A checked request made ready to be served: its tokens, every default filled in, its answers.
-
-Knows the tokenizer, the model's bounds and the tenants' salts; does not know who serves it. No I/O
-but the encoder's threads. One asyncio loop.
+No I/O except one read of the defaults at start. One asyncio loop; long prompts are encoded in two
+threads, so that the loop serves other requests meanwhile.
 """
 
 from __future__ import annotations
@@ -61,9 +51,9 @@ from tokens.tool_calls import ToolCallEnds, find_tool_call_ends
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
-    """The defaults of the checkpoint in `folder`.
+    """Return the sampling defaults of the checkpoint in `folder`.
 
-    Raises: SettingsError when `generation_config.json` is there but cannot be used.
+    Raises: SettingsError when `generation_config.json` exists but cannot be used.
     """
     try:
         return read_sampling_defaults(folder)
@@ -72,7 +62,7 @@ def read_defaults(folder: Path) -> SamplingDefaults:
 
 
 ROUTERS_OWN = ("stop", "include_stop_text", "bad_words", "stop_at_tool_call")
-"""Fields that only the router reads: they are about text."""
+"""Sampling fields that only the router reads, because they are about text."""
 
 
 def fill_sampling_defaults(
@@ -84,18 +74,20 @@ def fill_sampling_defaults(
     bad_words: Iterable[Sequence[int]] = (),
     stop_token_ids: Iterable[int] = (),
 ) -> common_pb2.SamplingParams:
-    """`asked` with every field set that a worker reads; what only the router reads is left out.
+    """Return `asked` with every field set that a worker reads, without the fields that only the
+    router reads.
 
     Args:
-        bad_words: the words of `asked` as token ids, to join the sequences that it gives as ids.
-        stop_token_ids: to join those of `asked`.
+        bad_words: the bad words of `asked` as token ids; added to the sequences that it gives as
+            ids.
+        stop_token_ids: added to those of `asked`.
     """
     filled = common_pb2.SamplingParams()
     filled.CopyFrom(asked)
     is_searched = asked.HasField("beam")
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if not asked.HasField(name):
-            # Nothing is drawn in a beam search, whatever the model would have its draws like.
+            # A beam search does not sample, so the model's sampling defaults do not apply.
             source = SamplingDefaults() if is_searched else defaults
             setattr(filled, name, getattr(source, name))
     filled.max_tokens = max_tokens
@@ -110,22 +102,24 @@ def fill_sampling_defaults(
 
 
 MAX_DEPTH = 64
-"""Levels of a JSON part; templates walk them recursively."""
+"""Greatest nesting of a JSON value in a chat; templates walk it recursively."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What a template is rendered with."""
+    """Values that a chat template is rendered with."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables."""
+    """Further variables of the template."""
 
 
 def read_chat(chat: inference_pb2.ChatMessages) -> Chat:
-    """Raises: InvalidArgument naming the tool, or the template's arguments, that is no JSON object,
-    or not of the right form.
+    """Return the values for the chat template.
+
+    Raises: InvalidArgument naming the tool or the template arguments that are not a JSON object or
+        not of the right form.
     """
     tools = [_read_tool(text, f"chat.tools[{index}]") for index, text in enumerate(chat.tools)]
     arguments = {}
@@ -136,7 +130,7 @@ def read_chat(chat: inference_pb2.ChatMessages) -> Chat:
 
 
 def read_object(text: str, path: str) -> dict[str, Any]:
-    """The JSON object in `text`. Raises: InvalidArgument."""
+    """Return the JSON object in `text`. Raises: InvalidArgument."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -154,9 +148,9 @@ def read_object(text: str, path: str) -> dict[str, Any]:
 
 
 def read_arguments(text: str) -> dict[str, Any] | str:
-    """Arguments of a call that a model wrote: as an object where they are one, else the text: what
-    was cut, or was never JSON, stands in a conversation all the same. Empty or null is {}.
-    """
+    """Return the arguments of a call that a model wrote: as an object where they are one, else as
+    text, because a conversation may hold arguments that were cut off or never were JSON. Empty or
+    null is {}."""
     if text.strip() in ("", "null"):
         return {}
     try:
@@ -166,6 +160,7 @@ def read_arguments(text: str) -> dict[str, Any] | str:
 
 
 def _read_tool(text: str, path: str) -> dict[str, Any]:
+    """Parse a tool. Raises: InvalidArgument naming `path`."""
     tool = read_object(text, path)
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
@@ -177,6 +172,7 @@ def _read_tool(text: str, path: str) -> dict[str, Any]:
 
 
 def _read_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         entry["name"] = message.name
@@ -200,7 +196,7 @@ def _read_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Levels of objects and lists. Not recursive."""
+    """Return the levels of objects and lists in `value`. Not recursive."""
     deepest, left = 0, [(value, 1)]
     while left:
         part, level = left.pop()
@@ -217,33 +213,37 @@ _NUM_THREADS = 2
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's ids, and those of them that the answer's text continues (none after a chat
-    template).
-    """
+    """Token ids of a prompt, and those of them that the answer's text continues (none after a chat
+    template)."""
 
     token_ids: Sequence[int]
-    """A message's field: from there to other messages ids go without becoming Python's."""
+    """A repeated field of a protobuf message, so that copies into other messages avoid
+    Python ints."""
     context_ids: Sequence[int]
 
 
 class PromptEncoder:
-    """See the module."""
+    """Tokenizer and chat template of one model, applied off the event loop for long prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self._template = template
         self.tool_call_ends = find_tool_call_ends(tokenizer, template.source if template else "")
-        """What ends a tool call of this model."""
+        """Tokens and strings that end a tool call of this model."""
         self.takes_tools = template is not None and template.takes_tools
         self.tool_call_format = None
-        """How this model writes tool calls; None: it takes no tools, or in a way not known here."""
+        """Syntax of this model's tool calls; None: it takes no tools, or its syntax is not
+        known."""
         if template is not None and template.takes_tools:
             self.tool_call_format = find_format(template.source)
         self.names = TokenBytes(tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     async def encode(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
-        """Raises: InvalidArgument when the chat template is missing or refuses the messages."""
+        """Return the prompt's token ids.
+
+        Raises: InvalidArgument when the chat template is missing or rejects the messages.
+        """
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             ids = request.token_ids.ids
@@ -256,7 +256,7 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode, request)
 
     def close(self) -> None:
-        """End the threads; what they still encode is thrown away."""
+        """End the threads; encodings under way are discarded."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_text(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
@@ -282,11 +282,13 @@ class PromptEncoder:
 
 
 def _num_chars(message: inference_pb2.ChatMessage) -> int:
+    """Return the characters of a message that are to be encoded."""
     num_chars = len(message.content) + len(message.reasoning_content)
     return num_chars + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def _field_of(token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids as a repeated field of a protobuf message."""
     return inference_pb2.TokenIds(ids=token_ids).ids
 
 
@@ -296,43 +298,46 @@ class RouterRequest:
 
     request_id: str
     leg_id: str
-    """Names this attempt at the workers, where ids of all tenants and attempts meet."""
+    """Id of this attempt at the workers, unique among the attempts of all tenants."""
     tenant: str
     tenant_salt: bytes
     prompt_token_ids: Sequence[int]
-    """Never changed; in production a field of the request's message."""
+    """Must not change; in production a repeated field of the request's message."""
     sampling: common_pb2.SamplingParams
     affinity: bytes
     priority: int
     adapter: AdapterContent = NO_ADAPTER
     wants_embedding: bool = False
-    """Of the prompt, and nothing else."""
+    """Whether the request is for the prompt's embedding and nothing else."""
     prompt_logprobs: int | None = None
-    """Best tokens beside each of the prompt's; None: no log probabilities of it."""
+    """Number of best tokens to report beside each prompt token; None: no log probabilities of the
+    prompt."""
     is_prompt_only: bool = False
-    """The one token that is drawn means nothing, and is not shown."""
+    """Whether the one drawn token is meaningless and must not be shown."""
 
     @property
     def needs_decode(self) -> bool:
-        # Hypotheses are compared at the end, where the beams are, even of one token.
+        """Whether a decode worker is needed: more than one token, or a beam search."""
+        # The decode worker compares a beam search's hypotheses at the end, even those of one token.
         return self.sampling.max_tokens > 1 or self.sampling.HasField("beam")
 
     @property
     def may_skip_prefill(self) -> bool:
-        """Whether a decode worker can compute the prompt and draw all of the answer. A beam search
-        starts from what prefill found, and a prompt's own results are the prefill worker's."""
+        """Whether a decode worker may compute the prompt and draw the whole answer. Not for a beam
+        search, which starts from the prefill worker's candidates, nor for an embedding or log
+        probabilities of the prompt, which only a prefill worker gives."""
         is_told_of = self.wants_embedding or self.prompt_logprobs is not None
         return not (self.sampling.HasField("beam") or is_told_of)
 
     @property
     def num_sequences(self) -> int:
-        """Outputs that take blocks at the same time."""
+        """Number of outputs that take blocks at the same time."""
         return max(self.sampling.n, self.sampling.beam.num_beams, 1)
 
 
 @dataclass(frozen=True)
 class RoutingServices:
-    """What every request works with."""
+    """Parts of the router that every request of one model uses."""
 
     routing: Placer
     streams: DecodeStreams
@@ -349,8 +354,9 @@ class RoutingServices:
         return self.routing.candidates
 
     async def find_prefixes(self, job: RouterRequest, drawn: Sequence[int] = ()) -> FoundPrefixes:
-        """Where the job's prefix lies, and what was drawn behind it, by the index; nothing when the
-        index does not answer, or all of the prompt is to be computed."""
+        """Return where the KV of the request's prompt, followed by the tokens in `drawn`, is stored
+        by the prefix index. Empty when the index does not answer, or when the whole prompt must be
+        computed for its log probabilities."""
         if job.prompt_logprobs is not None:
             return NO_PREFIXES
         begin_s = time.perf_counter()
@@ -368,7 +374,7 @@ class RoutingServices:
 
 @dataclass(frozen=True)
 class Preparer:
-    """See the module."""
+    """Factory of RouterRequests for one model."""
 
     candidates: WorkerDirectory
     encoder: PromptEncoder
@@ -379,7 +385,8 @@ class Preparer:
     async def prepare(
         self, request: inference_pb2.GenerateRequest, attempt: Attempt, times: StageTimes
     ) -> tuple[RouterRequest, list[SampleOutput]]:
-        """Tokens, the checks that need them, and every default.
+        """Tokenize and check the request and fill in its defaults. Returns: the request, and its
+        samples.
 
         Raises: InvalidArgument naming the field; Unavailable while no worker can be used.
         """
@@ -392,7 +399,7 @@ class Preparer:
         tenant, request_id, asked = attempt.tenant, attempt.request_id, request.sampling
         is_prompt_only = request.embed or max_tokens == 0
         if is_prompt_only:
-            max_tokens = 1  # a worker answers with the token that it draws, whatever it is
+            max_tokens = 1  # a worker always draws a token; it is not shown
         ends = self._tool_call_ends(asked)
         seed = asked.seed if asked.HasField("seed") else identity.seed_of(tenant, request_id)
         sampling = fill_sampling_defaults(
@@ -438,6 +445,8 @@ class Preparer:
         return job, answers
 
     def _tool_call_ends(self, asked: common_pb2.SamplingParams) -> ToolCallEnds:
+        """Return what ends a tool call if the request asks to stop there. Raises:
+        InvalidArgument when the model has no such end."""
         if not asked.stop_at_tool_call:
             return NO_TOOL_CALLS
         ends = self.encoder.tool_call_ends
@@ -450,6 +459,7 @@ class Preparer:
         return ends
 
     def _bad_word_ids(self, asked: common_pb2.SamplingParams) -> list[tuple[int, ...]]:
+        """Return the bad words as token ids. Raises: InvalidArgument."""
         try:
             return bad_word_ids(self.encoder.tokenizer, asked.bad_words)
         except ValueError as error:

@@ -1,32 +1,27 @@
-"""Where a request's time went. Each stage begins where the one before ended, so the stages sum to
-the whole exactly, and those up to the first token to the time that it took.
+"""RequestLog: the router's record of running and recently ended requests, for the status, the live
+page and `baton top`; with the measurements of a request's time (StageTimes) and KV (KvAccount).
 
-A stage that another process worked on is split by that process's own account; what is left (wire,
-waking up) goes to one named stage, so nothing is lost and nothing counted twice. Where in such a
-stage the other process was at work is not known here: its parts are laid one after the other from
-the beginning on, as they followed each other there. Used by one request; no I/O.
+`StageTimes` divides a request's time into stages. Each stage begins where the one before ended, so
+the stages sum to the whole exactly, and those up to the first token to the time to first token. A
+stage in which another process worked is split by that process's own account; the rest (network,
+scheduling delay) goes to one named stage. When exactly within the stage the other process worked is
+not known, so its parts are laid one after the other from the beginning.
 
-KvAccount: what the workers of one request say of its KV, worker by worker, in the order in which
-they worked; some of them were left behind.
+`KvAccount` collects what each worker of a request reports about its KV, in the order in which they
+worked. The entry of a worker that lost the request has a reason (`MOVED`, `LOST`). Prompt tokens
+that a later worker computes although an earlier one had them count as recomputed for that reason,
+which the workers themselves do not know. A worker that failed is assumed to have had the whole
+prompt.
 
-A leg that went on elsewhere says why (`MOVED`, `LOST`). What the next one computes of what any leg
-had of the prompt counts as recomputed for that reason; the workers do not know it. A leg that broke
-had all of the prompt, for all that is known. No I/O. One request.
+`RequestLog` follows each request with a RequestRecord: its tenant, state, times and KV account, but
+no text. A record is live until the request ends, then kept among the last `num_kept`. Invariants:
+the live records are those of the requests that the table of attempts has admitted; `totals` is the
+sum over all ended requests.
 
-What a router's requests did of late, interval by interval: hit rates, tokens, latencies over
-time.
+`UsageHistory` keeps the changes of the log's totals for the last NUM_POINTS intervals, so that a
+page that is opened shows the recent past.
 
-Differences of the request log's totals, taken every interval and kept for NUM_POINTS of them: what
-a page shows that was opened just now. One asyncio loop.
-
-What this router's requests are doing and what became of the last ones: for the status, the live
-page and `baton top`.
-
-Knows of each request who asked for it, where it is, where its time and its KV went; never a word of
-what it says. Life of a record: followed (live) -> ended, then kept among the last `num_kept`.
-
-Law: the live records are those of the requests in flight whose turn has come; `totals` is the sum
-over all that ended. One asyncio loop.
+No I/O. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -53,15 +48,15 @@ from services.router.policies import DECODE, PREFILL, Choice
 BEFORE_FIRST = frozenset(
     {"prefill_queue", "prefill_fetch", "prefill_compute", "decode_fetch", "decode_queue"}
 )
-"""Stages of workers' accounts that are over when their first token is drawn."""
+"""Stages of workers' accounts that are over when the first token is drawn."""
 
 Details = Callable[[], Mapping[str, Value]]
-"""What a trace says of a stage; asked for only where there is one."""
+"""Function that returns a stage's span attributes; called only for a request that is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One piece of one stage. Moments of the request's clock."""
+    """One uninterrupted piece of a stage; begin and end are seconds on the request's clock."""
 
     stage: str
     begin_s: float
@@ -70,7 +65,7 @@ class Lap:
 
 
 class StageTimes:
-    """Seconds by stage, in the order of first mention."""
+    """Seconds by stage, in the order in which stages first occurred."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -78,12 +73,12 @@ class StageTimes:
         self._seconds: dict[str, float] = {}
         self._laps: list[Lap] = []
         self.begin_s = self._last_s
-        """The first moment, on the clock."""
+        """Moment of creation, on the clock."""
         self.first_token_s: float | None = None
-        """When the first token was out, on the clock; None: none was."""
+        """Moment at which the first token was sent, on the clock; None: none was."""
 
     def mark(self, stage: str, details: Details | None = None) -> None:
-        """The time since the last mark was `stage`."""
+        """Book the time since the last mark as `stage`."""
         begin_s, end_s = self._lap()
         cut_s = self.cut(begin_s, end_s)
         self._add(stage, begin_s, cut_s, details)
@@ -97,8 +92,10 @@ class StageTimes:
         wire: str = "",
         details: Details | None = None,
     ) -> None:
-        """The time since the last mark was `parts` (seconds, as another process measured them) and
-        otherwise `rest`; before the first token, if that came meanwhile, otherwise `wire`.
+        """Book the time since the last mark as `parts` and, for what is left, as `rest`. If the
+        first token was sent in between, what is left before it is booked as `wire` (if given).
+
+        Args: parts: (stage, seconds) as another process measured them.
         """
         begin_s, end_s = self._lap()
         known = [(stage, max(0.0, seconds)) for stage, seconds in parts]
@@ -110,41 +107,44 @@ class StageTimes:
         self._lay(known, rest, cut_s, end_s, details)
 
     def first_token(self) -> float:
-        """A token is out; the first one counts. Returns: seconds from the first moment to it."""
+        """Record that a token was sent; only the first call counts. Returns: the time to first
+        token in seconds."""
         if self.first_token_s is None:
             self.first_token_s = self._clock()
         return self.first_token_s - self.begin_s
 
     def cut(self, begin_s: float, end_s: float) -> float:
-        """Where the first token came within a piece of time; its beginning, if not there."""
+        """Return the moment of the first token clamped to [begin_s, end_s]; `begin_s` when there is
+        none."""
         first_s = self.first_token_s
         return begin_s if first_s is None else min(max(first_s, begin_s), end_s)
 
     def stages(self) -> Sequence[tuple[str, float]]:
-        """(stage, seconds) so far."""
+        """Return (stage, seconds) so far."""
         return tuple(self._seconds.items())
 
     def laps(self) -> Sequence[Lap]:
-        """All pieces so far, each beginning where the one before ended; none is empty. The first
-        token is out where one of them ends."""
+        """Return all pieces so far, each beginning where the one before ended; none is empty. A
+        piece never spans the moment of the first token."""
         return tuple(self._laps)
 
     @property
     def last_s(self) -> float:
-        """The last mark, on the clock."""
+        """Moment of the last mark, on the clock."""
         return self._last_s
 
     @property
     def total_s(self) -> float:
-        """From the first moment to the last mark; equals the sum of the stages up to rounding."""
+        """Seconds from the beginning to the last mark; the sum of the stages up to rounding."""
         return self._last_s - self.begin_s
 
     @property
     def elapsed_s(self) -> float:
-        """From the first moment until now."""
+        """Seconds from the beginning until now."""
         return self._clock() - self.begin_s
 
     def _lap(self) -> tuple[float, float]:
+        """Set a mark. Returns: the last mark and the new one."""
         begin_s, self._last_s = self._last_s, self._clock()
         return begin_s, self._last_s
 
@@ -156,10 +156,10 @@ class StageTimes:
         end_s: float,
         details: Details | None,
     ) -> None:
-        """`parts` from the beginning on, then `rest` to the end."""
+        """Lay `parts` from the beginning on, then `rest` to the end."""
         total_s = sum(seconds for _, seconds in parts)
-        # Clocks of two processes drift by parts in a million: the account must not exceed what
-        # passed here.
+        # The clocks of two processes drift by parts in a million: scale the account down to the
+        # time that passed here.
         scale = min(1.0, (end_s - begin_s) / total_s) if total_s > 0 else 1.0
         at_s = begin_s
         for stage, seconds in parts:
@@ -169,60 +169,64 @@ class StageTimes:
         self._add(rest, at_s, end_s, details)
 
     def _add(self, stage: str, begin_s: float, end_s: float, details: Details | None) -> None:
+        """Add a piece to a stage; an empty piece adds no lap."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + (end_s - begin_s)
         if end_s <= begin_s:
             return
         last = self._laps[-1] if self._laps and begin_s != self.first_token_s else None
         if last is not None and last.stage == stage and last.details is details is None:
-            # A request that waits for a worker marks the same stage again and again: one piece.
+            # A request that waits for a worker marks the same stage many times: merge the pieces.
             begin_s = self._laps.pop().begin_s
         self._laps.append(Lap(stage, begin_s, end_s, details))
 
 
 MOVED = "moved"
-"""Its worker was leaving, and let the answer go where it was."""
+"""Reason: the worker was leaving and moved the request."""
 LOST = "worker_lost"
-"""Its worker broke."""
+"""Reason: the worker failed."""
 
 
 _ALL = 2**63
-"""Above every prompt."""
+"""Number of tokens greater than every prompt."""
 
 
 class KvAccount:
-    """See the module."""
+    """KV accounts of one request's workers."""
 
     def __init__(self) -> None:
         self._legs: list[common_pb2.KvLeg] = []
         self._expected: common_pb2.KvLeg | None = None
         self._again = ""
         self._num_reached = 0
-        """Prompt tokens, counted from the first, that a leg has had."""
+        """Prompt tokens, counted from the first, whose KV some worker has had."""
 
     @property
     def legs(self) -> tuple[common_pb2.KvLeg, ...]:
-        """So far, in order."""
+        """The accounts so far, in order."""
         return tuple(self._legs)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that who computed the prompt first did not have to compute: the prefill
-        worker, or the decode worker where no other was asked; what was expected, while none has
-        told.
-        """
+        """Prompt tokens that did not have to be computed: by the account of the first prefill
+        worker, or of the decode worker where no prefill worker was asked; by the expectation until
+        there is an account."""
         told = [leg for leg in self._legs if leg.num_tokens_computed or _num_found(leg)]
         expected = [self._expected] if self._expected is not None else []
         by_prefill = [leg for leg in told if leg.role == PREFILL]
         return next(map(_num_found, [*by_prefill, *told, *expected]), 0)
 
     def expect(self, num_tokens_found: int) -> None:
-        """Prompt tokens that the prefill worker should find; its account comes later, but
-        messages that go out before it tell of the prompt, too."""
+        """Set how many prompt tokens the next worker is expected to find cached, for messages that
+        are sent before the worker's account comes."""
         self._expected = common_pb2.KvLeg(num_tokens_local=num_tokens_found)
 
     def add(self, leg: common_pb2.KvLeg, block_size: int, ended_by: str = "") -> None:
-        """A worker's own account. `block_size`: tokens of a block of its cache; `ended_by`: see the
-        module, empty for one whose part is done."""
+        """Add a worker's own account.
+
+        Args:
+            block_size: tokens in a block of the worker's cache.
+            ended_by: `MOVED` or `LOST`; empty when the worker did its part.
+        """
         num_found, num_computed = _num_found(leg), leg.num_tokens_computed
         num_again = min(num_computed, self._num_reached - num_found)
         if self._again and num_again > 0:
@@ -234,7 +238,7 @@ class KvAccount:
         self._legs.append(leg)
 
     def add_silent(self, worker_id: str, incarnation: str, ended_by: str) -> None:
-        """A decode worker that has no account: it broke, or left before it did anything."""
+        """Add a decode worker that gave no account: it failed, or left before it did anything."""
         if ended_by == LOST:
             self._num_reached = _ALL
         self._legs.append(
@@ -244,23 +248,23 @@ class KvAccount:
         )
 
     def recompute_for(self, reason: str) -> None:
-        """What the next worker computes of the prompt was computed before; empty: or is counted
-        by itself."""
+        """Set the reason under which prompt tokens that the next worker computes again are counted;
+        empty: they are not counted here."""
         self._again = reason
 
 
 def _num_found(leg: common_pb2.KvLeg) -> int:
-    """Prompt tokens that the worker had, or found in a store."""
+    """Return the prompt tokens that the worker had in its cache or read from a store."""
     return leg.num_tokens_local + sum(count.num_tokens for count in leg.from_store)
 
 
 INTERVAL_S = 2.0
 NUM_POINTS = 300
-"""Ten minutes."""
+"""Points that are kept: ten minutes."""
 
 
 class UsageHistory:
-    """See the module."""
+    """Time series of hit rates, tokens and latencies of this router, one point each interval."""
 
     def __init__(
         self,
@@ -270,7 +274,7 @@ class UsageHistory:
         wall_ns: Callable[[], int] = time.time_ns,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """levels: requests in flight here, and requests that wait at workers, now."""
+        """levels: returns the requests in flight at this router, and those that wait at workers."""
         self._totals = totals
         self._levels = levels
         self._wall_ns = wall_ns
@@ -280,21 +284,21 @@ class UsageHistory:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take a point every interval."""
+        """Begin to take a point every interval."""
         self._task = start_task(self._run(), "usage history")
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Stop taking points."""
         await end_tasks([self._task])
         self._task = None
 
     @property
     def points(self) -> Sequence[inference_pb2.UsagePoint]:
-        """Oldest first."""
+        """The points, oldest first."""
         return tuple(self._points)
 
     def take_point(self) -> None:
-        """The interval since the last point is over."""
+        """Close the current interval and add its point."""
         now, before = deepcopy(self._totals()), self._before
         self._before = now
         num_first = now.num_first_tokens - before.num_first_tokens
@@ -324,16 +328,16 @@ class UsageHistory:
 
 NUM_KEPT = 256
 MAX_SPANS = 64
-"""Of one record: a request that waits long for room has two for each try."""
+"""Stage spans of one record; a request that waits long for room has two for each try."""
 MANY = "many tries"
 
 
 class Flow(Protocol):
-    """What a record looks at while the request lives; a RequestLifecycle fits it."""
+    """State of a request that its record shows; RequestLifecycle implements it."""
 
     @property
     def state(self) -> Enum:
-        """Its value says what the request is doing, in words."""
+        """Enum member whose value says in words what the request is doing."""
 
     @property
     def choice(self) -> Choice | None:
@@ -341,7 +345,7 @@ class Flow(Protocol):
 
 
 class Times(Protocol):
-    """Where the time went so far; StageTimes fits it."""
+    """Stage times that a record shows; StageTimes implements it."""
 
     @property
     def begin_s(self) -> float: ...
@@ -352,7 +356,7 @@ class Times(Protocol):
 
 @dataclass
 class Totals:
-    """Sums over all requests since start."""
+    """Sums over all requests that ended since start."""
 
     num_finished: int = 0
     num_failed: int = 0
@@ -365,7 +369,8 @@ class Totals:
 
 
 class RequestRecord:
-    """One request; `flow` is set once there is one, and dropped with `times` at the end."""
+    """Record of one request. `flow` is set once there is a lifecycle; it and the times are released
+    at the end."""
 
     def __init__(
         self, request_id: str, tenant: str, model: str, times: Times, arrived_unix_ms: int
@@ -374,10 +379,10 @@ class RequestRecord:
         self.tenant = tenant
         self.model = model
         self.entry = AdmissionEntry()
-        """Its way through the admission."""
+        """State of the request in admission."""
         self.flow: Flow | None = None
         self.doing = "waiting to be admitted"
-        """What is done with it while there is no flow yet."""
+        """What the request is doing while there is no `flow`."""
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.first_token_s = 0.0
@@ -389,11 +394,11 @@ class RequestRecord:
         self._arrived_unix_ms = arrived_unix_ms
 
     def is_of(self, request_id: str, tenant: str) -> bool:
-        """Whether it has this id and tenant; empty: any."""
+        """Return whether the record has this id and tenant; empty matches any."""
         return request_id in ("", self.request_id) and tenant in ("", self.tenant)
 
     def on_message(self, message: inference_pb2.GenerateResponse) -> None:
-        """A message went out."""
+        """Count a message that was sent."""
         self.num_output_tokens += len(message.token_ids)
         if message.token_ids and not self.first_token_s and self._times is not None:
             self.first_token_s = self._times.elapsed_s
@@ -401,12 +406,12 @@ class RequestRecord:
             self._provenance = message.provenance
 
     def end(self) -> None:
-        """Freeze what is to be told, and let everything else go."""
+        """Freeze the record as a message, and release everything else."""
         self._ended = self.to_proto()
         self._times = self.flow = None
 
     def to_proto(self) -> inference_pb2.RequestInfo:
-        """As it stands now."""
+        """Return the record as of now."""
         if self._ended is not None:
             return self._ended
         told = inference_pb2.RequestInfo(
@@ -433,12 +438,12 @@ class RequestRecord:
 
     @property
     def provenance(self) -> common_pb2.Provenance | None:
-        """Its account, once it went out."""
+        """The request's account, once it was sent."""
         return self._provenance
 
 
 class RequestLog:
-    """See the module."""
+    """Records of the requests of this router, and their totals."""
 
     def __init__(
         self, *, num_kept: int = NUM_KEPT, wall_ns: Callable[[], int] = time.time_ns
@@ -450,14 +455,15 @@ class RequestLog:
 
     @property
     def num_live(self) -> int:
-        """Requests that are being served."""
+        """Number of requests that are being followed."""
         return len(self._live)
 
     @contextmanager
     def follow(
         self, request_id: str, tenant: str, model: str, times: Times
     ) -> Iterator[RequestRecord]:
-        """A record of one request while the body serves it. The body sets its outcome."""
+        """Context manager: keep a live record of one request while the body serves it. The body
+        sets the outcome."""
         record = RequestRecord(request_id, tenant, model, times, self._wall_ns() // 1_000_000)
         self._live[record] = None
         try:
@@ -469,16 +475,17 @@ class RequestLog:
             self._ended.append(record)
 
     def newest(self, num: int) -> list[inference_pb2.RequestInfo]:
-        """At most `num`: those under way, newest first, then those that ended last."""
+        """Return at most `num` records: running requests, newest first, then those that
+        ended last."""
         return [record.to_proto() for record in itertools.islice(self._newest(), num)]
 
     def find(self, request_id: str, tenant: str = "") -> RequestRecord | None:
-        """The newest request of this id and tenant (empty: of any); None: it is not known (any
-        more)."""
+        """Return the newest request with this id and tenant (empty: any); None: it is not known, or
+        not any more."""
         return next((one for one in self._newest() if one.is_of(request_id, tenant)), None)
 
     def ids_with(self, prefix: str, tenant: str = "") -> set[str]:
-        """The ids that begin so, of requests of this tenant (empty: of any)."""
+        """Return the request ids that begin with `prefix`, of this tenant (empty: any)."""
         return {
             one.request_id
             for one in self._newest()
@@ -486,9 +493,11 @@ class RequestLog:
         }
 
     def _newest(self) -> Iterator[RequestRecord]:
+        """Return all records: running requests, newest first, then ended ones, newest first."""
         return itertools.chain(reversed(self._live), reversed(self._ended))
 
     def _count(self, record: RequestRecord) -> None:
+        """Add an ended request to the totals."""
         totals = self.totals
         totals.num_finished += record.outcome == "finished"
         totals.num_failed += record.outcome == "failed"
@@ -501,9 +510,8 @@ class RequestLog:
 
 
 def _spans(times: Times, state: str) -> Iterator[inference_pb2.StageSpan]:
-    """The stages end to end, and what goes on since the last of them. Pieces of one stage that
-    follow one another are one; of too many the middle is one piece, which says so.
-    """
+    """Return the stages end to end, then the state since the last of them. Successive pieces of one
+    stage are merged; when there are too many, the middle ones become one piece, named `MANY`."""
     merged: list[tuple[str, float, float]] = []
     for lap in times.laps():
         begin_s, end_s = lap.begin_s - times.begin_s, lap.end_s - times.begin_s

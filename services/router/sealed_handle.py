@@ -1,17 +1,16 @@
-"""The fields of an encoded protobuf message, one after the other, without making the message. Pure;
-any thread.
+"""SealedHandle: a KV handle (protobuf KvHandle) that the router passes from the prefill worker to
+the decode worker as encoded bytes, without parsing it.
 
-Opening: the first command of a leg to its worker, which carries the prompt. Pure.
+The handle on a long prompt has thousands of entries, and the router needs none of them for the
+handover. Parsing, copying and encoding it on the event loop would delay the tokens of every other
+request. So the handle is cut out of the prefill worker's reply (`PrefillNews`, `words_of`) and set
+into the decode worker's command (`Command`) as bytes; the decode worker checks its signature. Only
+a handle that is given back unused is parsed, for its leases. `Opening` likewise writes a command
+with a large part, the prompt, without copying that part into a message first. `fields_of` finds the
+fields of an encoded message. Bytes that are not a valid message are rejected here and not passed
+on.
 
-SealedHandle: a KvHandle that is passed on as the bytes that came.
-
-A handle on a long prompt has thousands of entries, and the router needs none of them while it is
-handed over: to make a message of them, copy it and write it out again would hold every other
-request's tokens up. Only one that is given back unused is opened, for its leases. So the
-handle is cut out of the prefill worker's reply and set into the decode worker's command unread; who
-uses it looks at its signature first. Bytes that are no message are found here, not passed on.
-
-Knows no RPC and no request. Pure but for `Command`, which belongs to one asyncio loop.
+Knows no RPC and no request. Pure, any thread, except `Command`, which belongs to one asyncio loop.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from google.protobuf.message import Message
 from protos import common_pb2, decode_pb2, prefill_pb2
 
 VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5
-"""Wire types."""
+"""Protobuf wire types."""
 
 
 class WireField(NamedTuple):
-    """Where one field lies: its tag from `start` on, its value in [begin, end)."""
+    """Position of one field in encoded bytes: the tag begins at `start`, the value is
+    [begin, end)."""
 
     number: int
     wire_type: int
@@ -39,9 +39,9 @@ class WireField(NamedTuple):
 
 
 def fields_of(data: bytes, begin: int = 0, end: int | None = None) -> Iterator[WireField]:
-    """The fields of the message in data[begin:end], in the order in which they lie there.
+    """Return the fields of the encoded message in data[begin:end], in their order.
 
-    Raises: ValueError where the bytes are no message, behind the fields that were.
+    Raises: ValueError at the first bytes that are not a valid field, after the fields before them.
     """
     end = len(data) if end is None else end
     position = begin
@@ -56,7 +56,7 @@ def fields_of(data: bytes, begin: int = 0, end: int | None = None) -> Iterator[W
 
 
 def varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number there, and where it ends. Raises: ValueError."""
+    """Return the varint at `position`, and the position after it. Raises: ValueError."""
     value = shift = 0
     while position < len(data) and shift < 64:
         byte = data[position]
@@ -68,13 +68,14 @@ def varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def nested(number: int, *parts: bytes) -> bytes:
-    """A field that holds `parts`, joined: bytes, text or a message."""
+    """Encode a length-delimited field whose value is `parts`, joined: bytes, text or a message."""
     size = sum(map(len, parts))
     return b"".join((_varint_of(number << 3 | LENGTH), _varint_of(size), *parts))
 
 
 def _extent(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
-    """Where a field's value lies, after its tag. Raises: ValueError when it does not fit."""
+    """Return [begin, end) of a field's value; `position` is after the tag. Raises: ValueError when
+    the value does not fit into `data`, or its wire type is unknown."""
     if wire_type == VARINT:
         return position, varint(data, position)[1]
     if wire_type == LENGTH:
@@ -99,13 +100,13 @@ def _varint_of(value: int) -> bytes:
 
 @dataclass(frozen=True)
 class Opening:
-    """A command of its key and one part: to set a message into another one copies it, which takes
-    longer than to write it out.
+    """First command of a call to a worker: a key and one large part. The part is encoded on its
+    own, because setting it into the command would copy it, which takes longer than encoding it.
 
     Attributes:
         head: the command without the part.
-        number: the part's field in the command.
-        part: not changed any more.
+        number: field number of the part in the command.
+        part: the message, which must not change any more.
     """
 
     head: Message
@@ -113,7 +114,7 @@ class Opening:
     part: Message
 
     def write(self) -> bytes:
-        """As it goes over the wire."""
+        """Return the encoded command."""
         return self.head.SerializeToString() + nested(self.number, self.part.SerializeToString())
 
 
@@ -121,7 +122,7 @@ _EVENTS = prefill_pb2.PrefillEvents.EVENTS_FIELD_NUMBER
 _REPLY = prefill_pb2.PrefillEvent.REPLY_FIELD_NUMBER
 _HANDLE = prefill_pb2.PrefillReply.HANDLE_FIELD_NUMBER
 _SMALL_BYTES = 1024
-"""A message up to this size is read as a whole to see that it has no handle: most have none."""
+"""Messages up to this size are parsed as a whole to see whether they hold a handle; most do not."""
 _UINT32 = 2**32 - 1
 _IS_PARTIAL = common_pb2.KvHandle.IS_PARTIAL_FIELD_NUMBER
 
@@ -141,11 +142,11 @@ _PLACES = {
         decode_pb2.GenerateFromHandle.HANDLE_FIELD_NUMBER,
     ),
 }
-"""Numbers of the command and of the handle in it, for those that carry one."""
+"""Field numbers of the command and of the handle in it, by the name of the command."""
 
 
 class Extent(NamedTuple):
-    """What a handle says of itself in three numbers, as in `common.proto`; 0: it does not say."""
+    """Three numbers of a handle, as in `common.proto`; 0: the handle does not give it."""
 
     num_tokens: int = 0
     block_size: int = 0
@@ -154,14 +155,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class SealedHandle:
-    """See the module."""
+    """Encoded KvHandle, with the one flag that the router needs."""
 
     data: bytes
     is_partial: bool
 
     @classmethod
     def seal(cls, data: bytes) -> SealedHandle:
-        """Raises: ValueError for what cannot be a handle."""
+        """Wrap encoded bytes. Raises: ValueError for bytes that cannot be a handle."""
         is_partial = False
         for field in fields_of(data):
             if field.number == _IS_PARTIAL:
@@ -170,7 +171,8 @@ class SealedHandle:
         return cls(data, is_partial)
 
     def extent(self) -> Extent:
-        """Read without the entries. Raises: ValueError for what cannot be a handle."""
+        """Read the three numbers without the entries. Raises: ValueError for bytes that cannot be a
+        handle."""
         numbers = dict.fromkeys(_EXTENT, 0)
         for field in fields_of(self.data):
             if field.number in numbers:
@@ -180,20 +182,21 @@ class SealedHandle:
         return Extent(num_tokens & _UINT32, block_size & _UINT32, _signed(deadline_unix_ms))
 
     def opened(self) -> common_pb2.KvHandle:
-        """The handle, read. Raises: google.protobuf.message.DecodeError."""
+        """Parse the handle. Raises: google.protobuf.message.DecodeError."""
         return common_pb2.KvHandle.FromString(self.data)
 
 
 @dataclass(frozen=True)
 class PrefillNews:
-    """One message of a prefill worker: all but the handle, and the handle if there is one."""
+    """One reply of a prefill worker: the parsed message without the handle, and the handle
+    if any."""
 
     reply: prefill_pb2.PrefillReply
     handle: SealedHandle | None
 
     @classmethod
     def parse(cls, data: bytes) -> PrefillNews:
-        """Raises: ValueError or DecodeError for what is no reply."""
+        """Parse an encoded PrefillReply. Raises: ValueError or DecodeError for other bytes."""
         parts, rest, position = [], [], 0
         for field in fields_of(data):
             if field.number == _HANDLE:
@@ -202,13 +205,13 @@ class PrefillNews:
                 rest.append(data[position : field.start])
                 position = field.end
         rest.append(data[position:])
-        # A message that comes in several parts is their joined bytes, by protobuf's own rule.
+        # A message field that occurs several times is merged, by protobuf's rule: join the bytes.
         handle = SealedHandle.seal(b"".join(parts)) if parts else None
         return cls(prefill_pb2.PrefillReply.FromString(b"".join(rest)), handle)
 
     @property
     def is_only_partial(self) -> bool:
-        """Whether it brings a partial handle and nothing else: prefill still runs."""
+        """Whether the reply holds a partial handle and nothing else, so that prefill still runs."""
         reply = self.reply
         says_more = reply.token_ids or reply.beam_start or reply.HasField("leg")
         return self.handle is not None and self.handle.is_partial and not says_more
@@ -216,7 +219,7 @@ class PrefillNews:
 
 @dataclass(frozen=True)
 class PrefillWord:
-    """What a prefill worker says of one key: a reply, or that the prompt has failed."""
+    """One event of a prefill worker for one key: a reply, or the prompt's failure."""
 
     key: int
     news: PrefillNews | None
@@ -224,14 +227,14 @@ class PrefillWord:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes under this key any more."""
+        """Whether this is the worker's last event for the key."""
         return self.news is None or self.news.reply.HasField("leg")
 
 
 def words_of(data: bytes) -> Iterator[PrefillWord]:
-    """What an encoded PrefillEvents says, in its order.
+    """Return the events of an encoded PrefillEvents, in order.
 
-    Raises: ValueError or DecodeError for what is none, behind the words that were.
+    Raises: ValueError or DecodeError for other bytes, after the events before them.
     """
     if len(data) <= _SMALL_BYTES:
         events = prefill_pb2.PrefillEvents.FromString(data).events
@@ -248,10 +251,11 @@ def words_of(data: bytes) -> Iterator[PrefillWord]:
             rest.append(data[position : field.start])
             position = field.end
     rest.append(data[position:])
-    prefill_pb2.PrefillEvents.FromString(b"".join(rest))  # nothing of ours, but of its form
+    prefill_pb2.PrefillEvents.FromString(b"".join(rest))  # raises when the rest is not valid
 
 
 def _word_in(data: bytes, event: WireField) -> PrefillWord:
+    """Parse one encoded event, without parsing the handle in its reply."""
     replies, rest, position = [], [], event.begin
     for field in fields_of(data, event.begin, event.end):
         if field.number == _REPLY:
@@ -265,7 +269,7 @@ def _word_in(data: bytes, event: WireField) -> PrefillWord:
 
 
 def _word(event: prefill_pb2.PrefillEvent, news: PrefillNews | None) -> PrefillWord:
-    """Raises: ValueError when there is none."""
+    """Make a PrefillWord. Raises: ValueError when the event holds neither a reply nor a failure."""
     if news is not None:
         return PrefillWord(event.key, news, None)
     if event.HasField("failed"):
@@ -274,35 +278,35 @@ def _word(event: prefill_pb2.PrefillEvent, news: PrefillNews | None) -> PrefillW
 
 
 class Command:
-    """One command to a decode worker, and the handle that it carries if it does. Until it is
-    written its handle may be replaced by a newer one.
-    """
+    """Command to a decode worker, with the handle that it carries, if any. Until it is written, its
+    handle may be replaced by a newer one."""
 
     def __init__(
         self, message: decode_pb2.DecodeCommand, handle: SealedHandle | None = None
     ) -> None:
-        """`message` is complete but for the handle."""
+        """message: the command, complete except for the handle."""
         self.message = message
         self.handle = handle
         self.is_written = False
 
     def write(self) -> bytes:
-        """As it goes over the wire; from now on it cannot be changed."""
+        """Return the encoded command; from now on it must not change."""
         self.is_written = True
         head = self.message.SerializeToString()
         if self.handle is None:
             return head
-        # What follows is merged into the command of the same kind, by protobuf's own rule.
+        # A second occurrence of the command's field is merged into the first, by protobuf's rule.
         kind, number = _PLACES[self.message.WhichOneof("command") or ""]
         return head + nested(kind, nested(number, self.handle.data))
 
 
 def _signed(number: int) -> int:
-    """An int64, as protobuf's varints have it."""
+    """Return an int64 from the unsigned number of its varint."""
     number &= 2**64 - 1
     return number - 2**64 if number >= 2**63 else number
 
 
 def _need(field: WireField, wire_type: int) -> None:
+    """Raises: ValueError when the field is not encoded as `wire_type`."""
     if field.wire_type != wire_type:
         raise ValueError(f"field {field.number} is encoded as another type")

@@ -1,21 +1,18 @@
-"""Prompts and answers in the log, where the setting `log_prompts` asks for it: the one place that
-writes what requests say. One line a prompt, one line a message of its answer.
+"""RouterService: the router's protocol-independent front end; gRPC and HTTP handlers pass it a
+request and a function that sends messages.
 
-How many requests of this router use which content of which adapter.
+It checks the request, admits it among the attempts in flight and in the fair queue, runs its
+RequestLifecycle under a deadline, and counts, logs and traces what happens. It also answers the
+other calls of the API: models, readiness, explain, cluster status. It knows no protocol.
 
-It keeps an old content from being dropped, and an adapter from being unloaded. Law: idle, nothing
-is counted. One asyncio loop.
+`AdapterUse` counts the requests that use each content of each adapter; contents in use are neither
+dropped nor unloaded. Invariant: while the router is idle, all counts are zero.
 
-The models that one router serves, by name: each with its own tokenizer, defaults, workers and
-choices. Values; pure.
+`log_prompt` and `log_answer_message` write the text of requests to the log, one line for each
+prompt and for each message, where the setting `log_prompts` asks for it; no other code logs text of
+requests.
 
-Which workers are a model's is decided by what they say of themselves: model, tokenizer,
-fingerprint. Stores, streams, the table of requests and the index are shared by all models.
-
-The front desk: one request in, its messages out, whatever it came by.
-
-Everything between the edge and `flow` that is not a protocol: the checks, the table of attempts,
-the deadline, counting. gRPC and HTTP both come here; it knows neither. One asyncio loop.
+One asyncio loop.
 """
 
 from __future__ import annotations
@@ -63,13 +60,13 @@ logger = logging.getLogger(__name__)
 
 
 def log_prompt(job: RouterRequest, encoder: PromptEncoder) -> None:
-    """What the model gets, chat template and all, as text."""
+    """Log the prompt as text, as the model gets it, with the chat template applied."""
     text = encoder.tokenizer.decode(list(job.prompt_token_ids), skip_special_tokens=False)
     logs.event(logger, "prompt", request_id=job.request_id, tenant=job.tenant, text=text)
 
 
 def log_answer_message(message: inference_pb2.GenerateResponse) -> None:
-    """What the client gets, piece by piece."""
+    """Log the text of one message, as the client gets it."""
     if message.text:
         logs.event(
             logger,
@@ -81,14 +78,14 @@ def log_answer_message(message: inference_pb2.GenerateResponse) -> None:
 
 
 class AdapterUse:
-    """See the module."""
+    """Number of running requests for each adapter and digest."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
     def using(self, adapter: AdapterContent) -> Iterator[None]:
-        """A request uses it while the body runs."""
+        """Context manager: count a request for `adapter` while the body runs."""
         if not adapter.name:
             yield
             return
@@ -102,38 +99,38 @@ class AdapterUse:
                 del self._counts[key]
 
     def of(self, name: str) -> Mapping[str, int]:
-        """Requests by digest."""
+        """Return the number of requests that use adapter `name`, by digest."""
         return {digest: num for (own, digest), num in self._counts.items() if own == name}
 
     def names(self) -> set[str]:
-        """Of the adapters that are in use."""
+        """Return the names of the adapters in use."""
         return {name for name, _ in self._counts}
 
     @property
     def num_requests(self) -> int:
-        """That use some adapter."""
+        """Number of requests that use any adapter."""
         return self._counts.total()
 
 
 _ANSWER_S = 0.25
 _ANSWER_SHARE = 0.1
-"""How much earlier than its client's gRPC deadline a request ends, so that its status arrives: at
-most so long, and at most this share of what is left. Guessed."""
+"""How much earlier than its client's gRPC deadline a request ends, so that its status arrives in
+time: at most `_ANSWER_S` seconds, and at most this share of what is left. Guessed."""
 
 _NUM_STAGES_TOLD = 3
 
 
 @dataclass
 class RequestCounters:
-    """Requests since start, by how they ended. Refused ones (INVALID_ARGUMENT) and cancelled ones
-    are neither."""
+    """Requests since start, by how they ended. Refused (INVALID_ARGUMENT) and cancelled requests
+    are in neither count."""
 
     num_finished: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """By status code."""
+    """Failed requests by status code."""
 
     def on_end(self, outcome: str, code: str) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         self.num_finished += outcome == "finished"
         if outcome == "failed":
             self.failed[code] += 1
@@ -141,7 +138,7 @@ class RequestCounters:
 
 @dataclass(frozen=True)
 class RouterService:
-    """See the module."""
+    """Entry point of every request, whatever its protocol."""
 
     models: ServedModels
     in_flight: Attempts
@@ -155,28 +152,34 @@ class RouterService:
     holding: Holding
     adapter_use: AdapterUse
     keys: ApiKeys | None = None
-    """Where clients are asked for API keys."""
+    """API keys of the clients; None: clients need no key."""
     counters: RequestCounters = field(default_factory=RequestCounters)
     tracing: Tracing = OFF
     pace: LoopPace = field(default_factory=LoopPace)
     log_prompts: bool = False
     last_infos: dict[str, tuple[inference_pb2.ModelInfo, ...]] = field(default_factory=dict)
-    """Of each model's workers when there last were some."""
+    """By model name: the ModelInfos of its workers, when it last had workers."""
 
     def caller_of(self, authorization: str) -> Caller:
-        """Who sends this `authorization` header (empty: none was sent). Raises: Unauthenticated."""
+        """Return the caller that sends this `authorization` header (empty: none was sent).
+
+        Raises: Unauthenticated.
+        """
         return ANYBODY if self.keys is None else self.keys.caller_of(authorization)
 
     def encoder(self, model: str) -> PromptEncoder:
-        """Of the model of this name; empty: of the only one. Raises: InvalidArgument."""
+        """Return the prompt encoder of a model (empty: of the only one). Raises:
+        InvalidArgument."""
         return self.models.find(model).preparer.encoder
 
     def deadline(
         self, request: inference_pb2.GenerateRequest, left_s: float | None = None
     ) -> Deadline:
-        """When `request` must be over: by its budget, the router's, or a moment before the `left_s`
-        seconds that its protocol gives it are: the answer must be there before the client's own
-        clock ends the call without a reason.
+        """Return the deadline of `request`, from its own budget or the router's default.
+
+        Args: left_s: seconds left by the protocol's deadline. The request ends a moment earlier,
+            because the answer must arrive before the client's own timer ends the call without a
+            reason.
         """
         budget_s = self.limits.default_budget_s
         if request.budget_ms:
@@ -195,10 +198,10 @@ class RouterService:
         times: StageTimes,
         call: TracedCall,
     ) -> None:
-        """Serve one request; its messages go to `send` as they come, which raises ConnectionError
-        where its client has gone.
+        """Serve one request. Its messages go to `send` as they come; `send` raises ConnectionError
+        when the client has gone.
 
-        Cancelling the calling task cancels the request at both workers. `times` began with the
+        Cancelling the calling task cancels the request at its workers. `times` must begin with the
         request's first byte. Raises: BatonError.
         """
         name = self.models.name_of(request.model)
@@ -209,7 +212,7 @@ class RouterService:
             )
 
     def trace_unread(self, call: TracedCall, times: StageTimes, error: BatonError) -> None:
-        """A request of a known caller could not be read: it has a span, too."""
+        """Trace a request of a known caller that could not be parsed."""
         RequestTrace(self.tracing, call, None, times, "").end(error)
 
     async def _admit(
@@ -222,6 +225,7 @@ class RouterService:
         times: StageTimes,
         trace: RequestTrace,
     ) -> None:
+        """Check and admit a request, then serve it."""
         model = self.models.find(request.model)
         validation.check_request(request, served=model.served.names, limits=self.limits)
         times.mark("receive")
@@ -272,8 +276,8 @@ class RouterService:
         adapter: str,
         traffic: RequestTraffic,
     ) -> AsyncIterator[AdmissionTicket]:
-        """The body runs when there are workers and it is the request's turn; who does not get one
-        is counted, too."""
+        """Context manager: run the body when there are workers and it is the request's turn. A
+        request that is not admitted is counted as well."""
         try:
             await self._hold(model, adapter, deadline, record, times, traffic)
             async with self.admission.admit(asked, deadline, record.entry) as ticket:
@@ -301,8 +305,8 @@ class RouterService:
         times: StageTimes,
         traffic: RequestTraffic,
     ) -> None:
-        """Wait for the model's first workers, where requests are held for them, and for those that
-        soon have the request's adapter."""
+        """Wait for the model's first workers, where the settings hold requests for them, or for a
+        worker that will soon have the request's adapter."""
         doing = record.doing
 
         def on_held() -> None:
@@ -324,21 +328,21 @@ class RouterService:
             traffic.move(TrafficPlace.QUEUED)
 
     def list_models(self) -> inference_pb2.ListModelsReply:
-        """The models served, see `infos`."""
+        """Return the served models; see `infos`."""
         return inference_pb2.ListModelsReply(
             models=[info for model in self.models for info in self.infos(model)]
         )
 
     def infos(self, model: OneModel) -> Sequence[inference_pb2.ModelInfo]:
-        """Once for each fingerprint among the model's workers. Without workers: as the last ones
-        had it, while requests wait for them to be back, and else none."""
+        """Return one ModelInfo for each fingerprint among the model's workers. Without workers:
+        those of the last workers while requests wait for new ones, else none."""
         infos = tuple(model.infos())
         if not infos and (self.holding.is_on or model.candidates.are_expected()):
             infos = self.last_infos.get(model.name, ())
         return infos
 
     def note_workers(self) -> None:
-        """Workers came or went."""
+        """React to a change of the known workers."""
         for model in self.models:
             infos = tuple(model.infos())
             if infos:
@@ -346,21 +350,21 @@ class RouterService:
         self.holding.look()
 
     def ready(self) -> None:
-        """Raises: Unavailable when a model lacks a worker of some role that serves. One that has
-        none at all, with none starting, is ready where its requests are held: it is scaled to zero,
-        and only a request brings workers back."""
+        """Raises: Unavailable when a model lacks a serving worker of some role. A model that has no
+        workers, and none starting, counts as ready where requests are held for it: it is scaled
+        to zero, and only a request brings workers back."""
         for model in self.models:
             if not (self.holding.is_on and model.candidates.is_at_zero()):
                 model.candidates.check_serving()
 
     def explain(self, request: inference_pb2.ExplainRequest) -> inference_pb2.ExplainReply:
-        """Why a request went where it did, or waits. Raises: NotFound."""
+        """Return why a request was placed where it was, or why it waits. Raises: NotFound."""
         return explain.explain(self.models, self.log, self.admission, request)
 
     async def cluster_status(
         self, request: inference_pb2.GetClusterStatusRequest
     ) -> inference_pb2.GetClusterStatusReply:
-        """Workers, stores, counters, and what is not as it should be."""
+        """Return workers, stores, counters and problems."""
         reply = await (self.status.as_heard() if request.as_heard else self.status.collect())
         reply.requests.extend(self.log.newest(request.num_requests))
         if request.with_history:
@@ -387,6 +391,7 @@ class RouterService:
         ticket: AdmissionTicket,
         traffic: RequestTraffic,
     ) -> None:
+        """Serve an admitted request; count, log and trace how it ended."""
         flow: RequestLifecycle | None = None
         meter = self.metrics.meter(lambda: times.elapsed_s, others=(traffic,))
 
@@ -400,7 +405,7 @@ class RouterService:
                 times.first_token()
                 prompt = record.num_prompt_tokens if is_first else 0
                 ticket.on_tokens(prompt + len(message.token_ids))
-            elif message.finish_reason and is_first:  # of the prompt alone
+            elif message.finish_reason and is_first:  # no token is shown: count the prompt
                 ticket.on_tokens(record.num_prompt_tokens)
             trace.on_message(message)
             if self.log_prompts:
@@ -413,7 +418,7 @@ class RouterService:
 
         try:
             async with deadline.timeout("request"):
-                # Letting it in was a turn's work: others' tokens come before the rest.
+                # Admitting the request took time: let tokens of other requests out first.
                 await asyncio.sleep(0)
                 job, answers = await model.preparer.prepare(request, attempt, times)
                 flow = RequestLifecycle(
@@ -456,21 +461,23 @@ class RouterService:
 
 
 def _outcome_of(error: BaseException) -> str:
+    """Return "refused", "cancelled" or "failed" for a request that ended with `error`."""
     if isinstance(error, InvalidArgument):
         return "refused"
-    if isinstance(error, asyncio.CancelledError | Cancelled):  # by its client or a newer attempt
+    # Cancelled by the client or by a newer attempt.
+    if isinstance(error, asyncio.CancelledError | Cancelled):
         return "cancelled"
     return "failed"
 
 
 class _ClientGone(Exception):
-    """A message found no client: not the fault of the worker that it came from."""
+    """A message could not be sent because the client has gone; not an error of a worker."""
 
 
 def _as_its_client_sees(
     error: BaseException, deadline: Deadline, times: StageTimes, doing: str
 ) -> BaseException:
-    """What a request that fails with `error` ends with."""
+    """Return the error that the client gets for a request that fails with `error`."""
     if isinstance(error, _ClientGone):
         return Cancelled("its client has gone")
     if isinstance(error, DeadlineExceeded):
@@ -479,7 +486,8 @@ def _as_its_client_sees(
 
 
 def _budget_spent(deadline: Deadline, times: StageTimes, doing: str) -> DeadlineExceeded:
-    """For a client whose request's time is over: how much it was, and what took most of it."""
+    """Return the error for a request whose budget ran out: its budget, and the stages that took
+    most of it."""
     spent = dict(times.stages())
     spent[doing] = times.begin_s + times.elapsed_s - times.last_s
     most = sorted(spent.items(), key=lambda part: part[1], reverse=True)[:_NUM_STAGES_TOLD]

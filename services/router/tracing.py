@@ -1,11 +1,11 @@
-"""RequestTrace: a request's own span at the router, what it says of the request in the words of
-OpenTelemetry's conventions for generative AI, and the request's stages as spans within it.
+"""RequestTrace: the OpenTelemetry span of one request at the router, with attributes of the GenAI
+semantic conventions, and one child span for each stage of the request.
 
-The stages' spans follow each other without gap or overlap from the first moment to the last, for
-that is how their times were taken (services/router/request_stats.py); those marked
-`baton.to_first_token` are the critical path up to the first token, and sum to the time that it
-took. Spans of the workers lie beside them. Nothing of what a request or an answer says goes into a
-span. Used by one request; nothing happens for one that is not sampled.
+The stage spans follow each other without gap or overlap from the request's first moment to its
+last, because `request_stats.StageTimes` measures them that way. Those with `baton.to_first_token`
+set are the critical path to the first token; their durations sum to the time to first token. Spans
+of the workers lie beside them. No text of a prompt or an answer goes into a span. Nothing is
+recorded for a request that is not sampled. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -25,39 +25,44 @@ from services.router.request_stats import Lap, StageTimes
 SYSTEM = "baton"
 STAGE = "baton.stage"
 MAX_SEED = 2**63
-"""From here on a seed does not fit into an attribute, which is signed."""
+"""Seeds from here on do not fit into a span attribute, which is a signed 64-bit integer."""
 TO_FIRST_TOKEN = "baton.to_first_token"
 UNFINISHED = "unfinished"
-"""The stage that a request was in when it ended otherwise."""
+"""Name of the last stage of a request that ended without finishing."""
 
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALL: "tool_calls",
     common_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
-"""Any other is "stop"."""
+"""Finish reasons as span attributes; every other reason is "stop"."""
 
 
 class TracedCall:
-    """How a request came to the router; this one is no call of a protocol at all."""
+    """Call by which a request reached the router; each protocol has a subclass. This base class
+    stands for no protocol."""
 
     name = "request"
-    """Of the span of a request that could not be read."""
+    """Name of the span of a request that could not be parsed."""
     is_streamed = True
     headers: Mapping[str, str] = MappingProxyType({})
-    """W3C trace context as it came, lower-case names, not checked."""
+    """W3C trace context as received, with lower-case names, not validated."""
 
     def about(self) -> Attributes:
-        """The attributes of its protocol, known at the beginning."""
+        """Return the protocol's attributes that are known when the call begins."""
         return {}
 
     def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
-        """And at the end. has_begun: a message of the answer is out."""
+        """Return the protocol's attributes that are known at the end.
+
+        Args: has_begun: whether a message of the answer was sent.
+        """
         return {}
 
 
 class RequestTrace:
-    """See the module. `span` is the request's own; whoever serves it makes it the current one."""
+    """Span of one request and recorder of its stages. A context manager: inside it, `span` is the
+    current span."""
 
     def __init__(
         self,
@@ -67,7 +72,8 @@ class RequestTrace:
         times: StageTimes,
         model: str,
     ) -> None:
-        """request: None for one that could not be read. model: what is served."""
+        """request: None for a request that could not be parsed.
+        model: name of the served model."""
         self._times = times
         self._call = call
         self._has_begun = False
@@ -108,12 +114,12 @@ class RequestTrace:
         self.span.__exit__(kind, error, traceback)
 
     def on_job(self, job: RouterRequest) -> None:
-        """It is known what is asked for, with nothing left to default."""
+        """Record the validated request, with all defaults filled in."""
         if self.span.is_recording:
             self.span.set(_of_job(job))
 
     def on_message(self, message: inference_pb2.GenerateResponse) -> None:
-        """A message is out."""
+        """Record a message that was sent."""
         if not self.span.is_recording:
             return
         self._has_begun = True
@@ -125,11 +131,12 @@ class RequestTrace:
             self._last = message
 
     def on_end(self, outcome: str, state: str) -> None:
-        """How it ended: `outcome` in the router's words, `state` as the flow names it."""
+        """Record how the request ended: `outcome` as in metrics, `state` as the lifecycle
+        names it."""
         self._outcome, self._state = outcome, state
 
     def end(self, error: BaseException | None) -> None:
-        """The request is over: its stages become spans."""
+        """End the span, and add a child span for each stage."""
         span, times = self.span, self._times
         if not span.is_recording:
             return
@@ -158,7 +165,7 @@ class RequestTrace:
             seconds = first_s - times.begin_s
             span.set({"gen_ai.response.time_to_first_chunk": seconds})
         span.set({"baton.outcome": self._outcome or "refused"})
-        if self._outcome:  # also of one that did not finish: so many were sent
+        if self._outcome:  # also when the request did not finish: the tokens were sent
             span.set({"gen_ai.usage.output_tokens": self._num_output_tokens})
         if self._reasons:
             reasons = [self._reasons[index] for index in sorted(self._reasons)]
@@ -170,13 +177,15 @@ class RequestTrace:
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:
+    """Return the request's `gen_ai.operation.name`."""
     if request.embed:
         return "embeddings"
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
 
 
 def of_lookup(prefixes: FoundPrefixes) -> dict[str, Value]:
-    """What the prefix index said: how many stores were asked, and the longest prefix at one."""
+    """Return span attributes of a prefix lookup: how many stores were asked, and the longest
+    prefix, in blocks, that one of them holds."""
     held = [num_blocks for by_node in prefixes.held.values() for num_blocks in by_node.values()]
     return {
         "baton.lookup.num_stores": len(prefixes.stores),
@@ -185,6 +194,7 @@ def of_lookup(prefixes: FoundPrefixes) -> dict[str, Value]:
 
 
 def _of_job(job: RouterRequest) -> dict[str, Value]:
+    """Return span attributes of a validated request."""
     sampling = job.sampling
     known: dict[str, Value] = {
         "gen_ai.response.id": job.request_id,
@@ -208,6 +218,7 @@ def _of_job(job: RouterRequest) -> dict[str, Value]:
 
 
 def _of_answer(last: inference_pb2.GenerateResponse) -> dict[str, Value]:
+    """Return span attributes of the last message, which carries the request's account."""
     known: dict[str, Value] = {
         "gen_ai.response.model": last.provenance.model,
         "gen_ai.usage.input_tokens": last.usage.num_prompt_tokens,
@@ -217,7 +228,7 @@ def _of_answer(last: inference_pb2.GenerateResponse) -> dict[str, Value]:
     legs = last.provenance.legs
     if any(leg.ended_by for leg in legs):
         known["baton.moves"] = [f"{leg.worker_id}: {leg.ended_by}" for leg in legs if leg.ended_by]
-    for leg in legs:  # of those with one role the last one ended the answer
+    for leg in legs:  # of several workers of one role the last one counts: it ended the answer
         name = f"baton.{leg.role}"
         known |= {
             f"{name}.worker_id": leg.worker_id,

@@ -1,70 +1,43 @@
-"""What heartbeats show of a worker's load beyond this router's own part of it.
+"""PrefillClient and DecodeStreams: the router's gRPC clients of the prefill workers and of the
+decode workers, with one multiplexed stream to each worker.
 
-A heartbeat was written up to BEAT_AGE_S before it is read: what this router had there at some
-moment of that time may be in it, though it has ended since. So the most that was there within it is
-taken off, and what is left is other routers'. Where that is too much for a moment, the next look
-puts it right. One role; no I/O. One asyncio loop.
+`WorkerStreams` keeps the streams of one role in step with the registry. A new worker gets a stream
+at once, so that no request waits for a connection. When a known id comes back with another
+incarnation, the old stream is closed and its requests fail. A worker that is gone from the registry
+gets no new requests, and its stream is closed when it stays away for the grace time. While Redis is
+away every known worker stays known, so no stream is closed.
 
-WorkerStream: one multiplexed stream to one life of one worker, of either role. It is met at
-once, so that no request waits for a connection, and met again with growing pauses until the worker
-is given up.
+`WorkerStream` is the stream to one incarnation of one worker; `PrefillStream` and `DecodeStream`
+add the messages of their role. It reconnects with growing pauses until it is closed. Each request
+on it has a key and a call object; one message carries the news of many keys (from a decode worker:
+a whole engine step, and the worker's load after it). When the stream breaks, every call on it fails
+with Unavailable. Invariants: a key is in the table from `_enter` until the worker's last message
+about it or the end of the stream; a decode stream counts blocks and places as asked for exactly
+until the worker answers the reservation.
 
-Every request that this router has there is a leg, named by a key; one message up carries the news
-of many. When the stream breaks, every leg on it fails with Unavailable. A worker that comes back
-under the same id with another incarnation is another stream. What is said on a stream is its
-role's: `decode_stream`, `prefill_stream`.
+`PrefillCall` is one prompt on a prefill stream. RUNNING -> OVER with the worker's account or its
+error; `close` leads from RUNNING to CANCELLING, and the worker's last message from there to OVER.
+Partial handles go to a callback as they come and are never kept. The handle that comes with the
+account belongs to the reader once it is taken; otherwise it is given back.
 
-Law: a key is in the table from `_enter` until the worker's last word on it or the stream's end. One
-asyncio loop.
+`DecodeCall` is one request on a decode stream. RESERVING -> RESERVED -> GENERATING -> OVER; while
+RESERVING, `is_queued` is set once the worker has set blocks aside and queues the request for
+places. `cancel` leads from each of the first three states to CANCELLING, and the worker's last
+message from there to OVER. A worker that leaves ends the call by moving it; the handle that comes
+with the move belongs to the reader that takes it, and is given back when it is not taken. Of
+partial handles that wait to be written only the newest is kept, so that a worker that does not read
+costs one handle for each request.
 
-The streams to all workers of one role, kept in step with the registry. One asyncio loop.
+Both calls hold an inbox of what their reader has not taken yet; a decode call's inbox merges tokens
+by sample. A broken stream leads to OVER from every state. No method of a call waits on the network
+except those that wait for news: commands are queued on the stream.
 
-A worker that is new gets a stream at once, so that the first request need not wait for a
-connection. Another incarnation under a known id: the old stream is closed, its requests fail. Gone
-from the registry: no new request goes there, and when it stays away for the grace time its stream
-is closed as well. While Redis is away everybody known stays known, so nothing is given up.
+`OthersLoad` estimates the part of a worker's load that comes from other routers, from heartbeats.
 
-One prompt's part of a prefill stream: its state, and an inbox of what its reader has not taken.
+`PrefillClient` counts the prompt tokens that it has sent to each worker; they are counted until the
+caller is done, however that ends. Cancelling the caller cancels the prompt at the worker.
 
-States: RUNNING -> OVER with the worker's account or its no; `close` leads from RUNNING to
-CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
-everywhere. Nothing here waits on the network.
-
-Law: a handle that came with an account is its reader's once it is taken; one that nobody takes is
-given back. Partial handles go to whoever wants them as they come and are never kept. One asyncio
-loop.
-
-One multiplexed stream to one life of one prefill worker: a message up carries all that came
-since the last one. One asyncio loop.
-
-Prompts to prefill workers, and how much this router has sent to each.
-
-One stream per worker life (`prefill_stream`). Cancelling the caller cancels the prompt at the
-worker. Law: tokens counted as sent are taken off again when their caller is done, however that
-ends. One asyncio loop.
-
-One request's part of a decode stream: its state, and an inbox that merges what its reader has
-not taken yet, sample by sample.
-
-States: RESERVING -> RESERVED -> GENERATING -> OVER; `is_queued` while RESERVING, once the worker
-has set blocks aside and has the request wait for its places. `cancel` leads from each of the first
-three to CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER
-from everywhere. A worker that leaves ends it, too, by moving it: the handle that comes with that is
-whoever takes it, and is given back when nobody does.
-
-Nothing here waits on the network: commands are queued on the stream, events come from its reader.
-Of partial handles that wait on the stream only the newest is kept: a worker that does not read
-holds one of each request, however much is computed meanwhile. One asyncio loop.
-
-One multiplexed stream to one life of one decode worker: a message up carries a whole engine
-step, and the worker's load after it.
-
-Law: beside the stream's own, blocks and places are counted as asked for exactly until the worker
-answers the reservation. One asyncio loop.
-
-The streams to all decode workers, and what the router knows of each worker's load by them.
-
-Which streams there are: `worker_streams`. One asyncio loop.
+One asyncio loop.
 """
 
 from __future__ import annotations
@@ -106,20 +79,28 @@ from services.router.sealed_handle import (
 from services.router.worker_views import WorkerView
 
 BEAT_AGE_S = 2 * BEAT_EVERY_S
-"""A heartbeat that is read may be so old: one beat, and as long again for a busy process."""
+"""Greatest age in seconds of a heartbeat when it is read: one beat, and as long again for a busy
+process."""
 
 
 class OthersLoad:
-    """See the module."""
+    """Estimate of each worker's load from other routers: what its heartbeat shows beyond this
+    router's own part. For the workers of one role.
+
+    A heartbeat was written up to BEAT_AGE_S before it is read, and may show requests of this router
+    that have ended since. Therefore the most that this router had there within that time is
+    subtracted. Where that is too much, the next heartbeat corrects it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ours: dict[str, deque[tuple[float, int]]] = {}
-        """By worker id: when we had how much there, the oldest first; it held until the next."""
+        """By worker id: (time in seconds, this router's load from then until the next entry),
+        oldest first."""
         self._others: dict[str, int] = {}
 
     def note(self, worker_id: str, num_ours: int) -> None:
-        """So much of ours is there now."""
+        """Record this router's load on a worker as of now."""
         now_s = self._clock()
         past = self._ours.setdefault(worker_id, deque())
         past.append((now_s, num_ours))
@@ -132,8 +113,13 @@ class OthersLoad:
         told: Callable[[WorkerView], int],
         num_ours: Callable[[str], int],
     ) -> list[str]:
-        """The registry was looked at. `told`: of a worker, by its heartbeat; `num_ours`: now, by
-        id. Returns: ids of workers of which something else is known than before."""
+        """Recompute the estimates from the registry's heartbeats.
+
+        Args:
+            told: returns the load of a worker by its heartbeat.
+            num_ours: returns this router's load now, by worker id.
+        Returns: ids of workers whose estimate changed.
+        """
         others, ours = {}, {}
         for worker in workers:
             name = worker.worker_id
@@ -144,7 +130,7 @@ class OthersLoad:
         return [name for name, num in others.items() if before.get(name) != num]
 
     def of(self, worker_id: str) -> int | None:
-        """What others have there; None: no heartbeat was seen."""
+        """Return the load of other routers on a worker; None: no heartbeat was seen."""
         return self._others.get(worker_id)
 
 
@@ -155,17 +141,17 @@ _MAX_BACKOFF_S = 1.0
 
 
 class StreamLeg(Protocol):
-    """One key of one stream."""
+    """Call of one key on one stream, as the stream sees it."""
 
     key: int
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker's last word is there."""
+        """Whether the worker's last message has come, or the stream has ended."""
         ...
 
     def fail(self, error: BatonError) -> None:
-        """The end, by the stream's fault."""
+        """End the call with an error of the stream."""
         ...
 
 
@@ -174,7 +160,8 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class WorkerStream(ABC, Generic[LegT]):
-    """See the module."""
+    """Multiplexed stream to one incarnation of one worker; subclasses add the messages of their
+    role."""
 
     def __init__(
         self,
@@ -185,7 +172,7 @@ class WorkerStream(ABC, Generic[LegT]):
         on_change: Callable[[], None],
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """`on_change` is called when the stream has come up or gone down."""
+        """on_change: called when the stream has come up or gone down."""
         self.worker_id = worker.worker_id
         self.incarnation = worker.incarnation
         self.address = worker.address
@@ -200,24 +187,24 @@ class WorkerStream(ABC, Generic[LegT]):
         self._is_up = False
         self._is_closed = False
         self._attempted = asyncio.Event()
-        """An attempt to meet the worker has ended, either way, and no other is under way."""
+        """Set when an attempt to connect has ended, either way, and no other one has begun."""
         self._failure = Unavailable(f"{self._who} is not reached yet")
         self._task = asyncio.create_task(self._run())
 
-    # ---- what a role adds
+    # ---- implemented by the stream of each role
 
     @abstractmethod
     def _begin(self, channel: grpc.aio.Channel) -> Call:
-        """Open the stream's call."""
+        """Open the gRPC call of the stream on `channel`."""
 
     @abstractmethod
     def _take(self, message: Any) -> None:
-        """A message came. Raises: BatonError when the stream is of no use any more."""
+        """Handle a message of the worker. Raises: BatonError when the stream must be given up."""
 
     def _on_break(self) -> None:
-        """The stream is down; its legs are about to fail."""
+        """Clean up after the stream has gone down, before its calls fail."""
 
-    # ---- what all have
+    # ---- common to both roles
 
     @property
     def is_up(self) -> bool:
@@ -226,26 +213,25 @@ class WorkerStream(ABC, Generic[LegT]):
 
     @property
     def num_legs(self) -> int:
-        """Keys that wait for their worker's last word."""
+        """Number of keys that wait for the worker's last message."""
         return len(self._legs)
 
     async def close(self, why: str) -> None:
-        """End the stream for good; its legs fail."""
+        """End the stream for good; its calls fail."""
         self._is_closed = True
         self._failure = Unavailable(why)
         await end_tasks([self._task])
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a leg that is over is still in the table, or one is there without a
-        stream.
-        """
+        """Raises: Internal when a call that is over is still in the table, or the table holds calls
+        while the stream is down."""
         if any(leg.is_over or leg.key != key for key, leg in self._legs.items()):
             raise Internal(f"stream to {self.worker_id} keeps a leg that is over")
         if self._legs and not self._is_up:
             raise Internal(f"stream to {self.worker_id} is down and keeps legs")
 
     async def _wait_up(self, deadline: Deadline) -> None:
-        """Until the stream is up; no longer than the attempt under way takes.
+        """Wait until the stream is up; no longer than the current attempt to connect takes.
 
         Raises: Unavailable when the worker is not reached.
         """
@@ -261,11 +247,11 @@ class WorkerStream(ABC, Generic[LegT]):
         return self._last_key
 
     def _enter(self, leg: LegT) -> None:
-        """From here on the worker may speak of it."""
+        """Put a call into the table, so that the worker's messages reach it."""
         self._legs[leg.key] = leg
 
     def _leg(self, key: int) -> LegT | None:
-        """Whose news came; None, and a line in the log: nobody's."""
+        """Return the call of `key`; None, and a line in the log, when the key is unknown."""
         leg = self._legs.get(key)
         if leg is None:
             logs.event(
@@ -278,6 +264,7 @@ class WorkerStream(ABC, Generic[LegT]):
         return leg
 
     async def _run(self) -> None:
+        """Connect and serve, again and again with growing pauses, until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             was_up = False
@@ -295,7 +282,7 @@ class WorkerStream(ABC, Generic[LegT]):
             backoff_s = min(_MAX_BACKOFF_S, backoff_s * 2)
 
     async def _serve_once(self) -> bool:
-        """Connect and serve until the stream ends. Returns: whether it was up at all."""
+        """Connect, and serve until the stream ends. Returns: whether it was up at all."""
         async with self._dial(self.address, self._role) as channel:
             if not await self._reached(channel):
                 self._failure = Unavailable(f"{self._who} is not reached", retry_after_s=1.0)
@@ -329,7 +316,8 @@ class WorkerStream(ABC, Generic[LegT]):
         return True
 
     async def _reached(self, channel: grpc.aio.Channel) -> bool:
-        """Whether the worker took the connection. One that refuses it is known at once."""
+        """Return whether the worker accepted the connection; a refused connection returns
+        at once."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 state = channel.get_state(try_to_connect=True)
@@ -343,12 +331,14 @@ class WorkerStream(ABC, Generic[LegT]):
         return True
 
     async def _write(self, call: Call, outgoing: asyncio.Queue[Any]) -> None:
-        # The reader sees the end of a broken call, too, and deals with it.
+        """Write queued commands to the call until it ends."""
+        # The reader sees the end of a broken call, too, and handles it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await outgoing.get())
 
     def _break(self) -> None:
+        """Fail all calls with the reason why the stream is down."""
         self._is_up = False
         self._attempted.set()
         self._on_break()
@@ -369,6 +359,7 @@ class WorkerStream(ABC, Generic[LegT]):
 
 
 def _copy(error: BatonError) -> BatonError:
+    """Return a new Unavailable with the same text."""
     # One exception object raised in many tasks would mix their tracebacks.
     return Unavailable(str(error), retry_after_s=error.retry_after_s)
 
@@ -377,7 +368,7 @@ StreamT = TypeVar("StreamT", bound=WorkerStream[Any])
 
 
 class WorkerStreams(Generic[StreamT]):
-    """One stream per worker."""
+    """Streams to all workers of one role, by worker id."""
 
     def __init__(
         self,
@@ -387,7 +378,7 @@ class WorkerStreams(Generic[StreamT]):
         clock: Clock,
         make: Callable[[WorkerView], StreamT],
     ) -> None:
-        """lapse_grace_s: how long a worker without heartbeat keeps its stream."""
+        """lapse_grace_s: seconds that a worker without heartbeat keeps its stream."""
         self._role = role
         self._lapse_grace_s = lapse_grace_s
         self._clock = clock
@@ -396,12 +387,11 @@ class WorkerStreams(Generic[StreamT]):
         self._gone_since: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_change: list[Callable[[str], None]] = []
-        """Called with the id of a worker of which more, or less, is known now."""
+        """Callbacks, called with the id of a worker whose stream or load changed."""
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """Have a stream for each of `workers` (those of the role that are known now), and for no
-        other life.
-        """
+        """Open a stream to each of `workers` (the known workers of the role), and close those to
+        workers that restarted or stayed away for the grace time."""
         known = {worker.worker_id: worker for worker in workers}
         for worker_id, stream in list(self._streams.items()):
             worker = known.get(worker_id)
@@ -419,8 +409,8 @@ class WorkerStreams(Generic[StreamT]):
                 self._streams[worker_id] = self._make(worker)
 
     def drop(self, worker_id: str, why: str) -> bool:
-        """Give up what runs on that worker's stream, whose requests fail with `why`; the next look
-        at the registry makes another one. Returns: whether there was anything."""
+        """Close a worker's stream that has calls; they fail with `why`. The next `reconcile` opens
+        a new stream. Returns: whether there were calls."""
         stream = self._streams.get(worker_id)
         if stream is None or not stream.num_legs:
             return False
@@ -428,14 +418,14 @@ class WorkerStreams(Generic[StreamT]):
         return True
 
     def find(self, worker_id: str) -> StreamT | None:
-        """None: it is not known, or was given up."""
+        """Return the worker's stream; None: the worker is not known, or its stream was closed."""
         return self._streams.get(worker_id)
 
     def __iter__(self) -> Iterator[StreamT]:
         return iter(self._streams.values())
 
     def tell(self, worker_id: str) -> None:
-        """Something about that worker has changed."""
+        """Call the callbacks of `on_change` for a worker."""
         for tell in self.on_change:
             tell(worker_id)
 
@@ -446,11 +436,12 @@ class WorkerStreams(Generic[StreamT]):
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a stream breaks its law."""
+        """Raises: Internal when a stream breaks its invariant."""
         for stream in self._streams.values():
             stream.check_integrity()
 
     def _drop(self, worker_id: str, why: str) -> None:
+        """Remove a worker's stream, and close it in the background."""
         stream = self._streams.pop(worker_id)
         self.tell(worker_id)
         self._gone_since.pop(worker_id, None)
@@ -463,7 +454,7 @@ GiveBack = Callable[[SealedHandle], None]
 
 
 class CallState(Enum):
-    """See the module."""
+    """State of a PrefillCall."""
 
     RUNNING = "running"
     CANCELLING = "cancelling"
@@ -478,7 +469,7 @@ PREFILL_TRANSITIONS: dict[CallState, frozenset[CallState]] = {
 
 
 class PrefillCall:
-    """One key of one stream."""
+    """One prompt on a prefill stream, with an inbox of messages not read yet."""
 
     def __init__(
         self,
@@ -489,8 +480,10 @@ class PrefillCall:
         on_partial: Callable[[SealedHandle], None],
         give_back: GiveBack,
     ) -> None:
-        """`who`: the worker, as errors name it. `on_partial`: told each partial handle, until the
-        account is there or the call is closed."""
+        """who: the worker, as errors name it.
+        on_partial: called with each partial handle until the account has come or the call is
+            closed.
+        give_back: called with a handle that the reader did not take."""
         self.key = key
         self.state = CallState.RUNNING
         self._who = who
@@ -503,18 +496,19 @@ class PrefillCall:
 
     @property
     def is_over(self) -> bool:
+        """Whether the worker's last message has come, or the stream has ended."""
         return self.state is CallState.OVER
 
     @property
     def has_news(self) -> bool:
-        """Whether `next` has something without waiting."""
+        """Whether `next` returns or raises without waiting."""
         return bool(self._inbox) or self._error is not None
 
     async def next(self) -> PrefillNews:
-        """The next message that is no partial handle. The caller bounds the wait.
+        """Return the next message that is not a partial handle. The caller bounds the wait.
 
-        Raises: what the worker or the broken stream says, behind what came before it; Internal
-            behind the account.
+        Raises: the error of the worker or of the broken stream, after the messages before it;
+            Internal after the account.
         """
         while not self._inbox:
             if self._error is not None:
@@ -526,8 +520,8 @@ class PrefillCall:
         return self._inbox.popleft()
 
     def close(self) -> None:
-        """Nobody reads any more: ask for the end, and give back what was not taken. Any state,
-        idempotent, never waits."""
+        """Stop reading: ask the worker to end the prompt, and give back handles that were not
+        taken. Allowed in any state, idempotent, never waits."""
         for news in self._inbox:
             self._drop(news)
         self._inbox.clear()
@@ -537,7 +531,7 @@ class PrefillCall:
             self._send(prefill_pb2.PrefillCommand(key=self.key, cancel=cancel))
 
     def on_word(self, word: PrefillWord) -> None:
-        """The stream's reader: something came for this key."""
+        """Take a message of the worker for this key; called by the stream's reader."""
         if word.failed is not None:
             self._fail(_error_of(word.failed, self._who))
             return
@@ -555,7 +549,7 @@ class PrefillCall:
             self._changed.set()
 
     def fail(self, error: BatonError) -> None:
-        """The end, by the stream's fault."""
+        """End the call with an error of the stream."""
         self._fail(error)
 
     def _fail(self, error: BatonError) -> None:
@@ -564,30 +558,34 @@ class PrefillCall:
         self._changed.set()
 
     def _drop(self, news: PrefillNews) -> None:
+        """Give back the handle of a message that is not read; a partial one stays the worker's."""
         if news.handle is not None and not news.handle.is_partial:
             self._give_back(news.handle)
 
     def _move(self, state: CallState) -> None:
+        """Change the state. Raises: Internal for a transition that is not allowed."""
         if state not in PREFILL_TRANSITIONS[self.state]:
             raise Internal(f"prefill call {self.key}: {self.state.value} -> {state.value}")
         self.state = state
 
 
 def _error_of(failed: prefill_pb2.PrefillFailed, who: str) -> BatonError:
+    """Return the error that a worker's failure message stands for."""
     retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
     error = rpc.error_of_code(failed.code, failed.message, retry_after_s)
     if isinstance(error, Cancelled):
-        # A stopping worker says so of prompts under way; nobody here cancelled.
+        # A stopping worker answers CANCELLED for its prompts; this router did not cancel.
         return Unavailable(f"{who} is stopping")
     return error
 
 
 _PREFILL_METHOD = "/baton.v1.Prefill/Stream"
-"""Called by name: the generated stub would read the handles that are only passed on."""
+"""The method is called by name, because the generated stub would parse the handles, which are only
+passed on."""
 
 
 class PrefillStream(WorkerStream[PrefillCall]):
-    """See the module."""
+    """Multiplexed stream to one incarnation of one prefill worker."""
 
     def __init__(
         self,
@@ -598,7 +596,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
         on_change: Callable[[], None] = lambda: None,
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """`give_back`: takes the handles that nobody takes."""
+        """give_back: called with handles that no reader took."""
         self._give_back = give_back
         super().__init__(
             worker,
@@ -610,7 +608,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
 
     @property
     def num_running(self) -> int:
-        """Calls that somebody here still reads."""
+        """Number of calls that still have a reader."""
         return sum(call.state is CallState.RUNNING for call in self._legs.values())
 
     async def open(
@@ -621,7 +619,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
     ) -> PrefillCall:
         """Send a prompt as soon as the stream is up, with what is left of its time.
 
-        Returns: the call; its owner closes it whatever happens.
+        Returns: the call, which the caller must close in any case.
         Raises: Unavailable when the worker is not reached in time.
         """
         await self._wait_up(deadline)
@@ -648,6 +646,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
         )()
 
     def _take(self, message: Any) -> None:
+        """Pass the events of a message to their calls."""
         if not isinstance(message, list):
             raise Unavailable("a message cannot be read")
         for word in message:
@@ -664,7 +663,7 @@ def _write_prefill(command: prefill_pb2.PrefillCommand | Opening) -> bytes:
 
 
 def _read_words(data: bytes) -> list[PrefillWord] | None:
-    """None: it cannot be read."""
+    """Return the messages in `data`, one for each key's event; None: they cannot be parsed."""
     try:
         return list(words_of(data))
     except (ValueError, DecodeError):
@@ -672,27 +671,29 @@ def _read_words(data: bytes) -> list[PrefillWord] | None:
 
 
 class Listener(Protocol):
-    """Who asked for a prompt."""
+    """Receiver of what a prefill worker sends for one prompt."""
 
     async def show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
-        """Of the prompt's next tokens, as they come; all before the first tokens."""
+        """Take log probabilities of the prompt's next tokens; all of them come before the first
+        tokens."""
         ...
 
     async def show(self, first: prefill_pb2.PrefillReply) -> None:
-        """A sample's first token, as soon as it comes."""
+        """Take a sample's first token."""
         ...
 
     def prefetch(self, partial: SealedHandle) -> None:
-        """What the worker has stored so far, as it comes. Its leases stay the worker's."""
+        """Take a partial handle, which names what is stored so far. Its leases stay the
+        worker's."""
         ...
 
     def account_deadline(self) -> Deadline:
-        """Asked once all first tokens are shown: how long to wait for the rest."""
+        """Return how long to wait for the account; called once all first tokens are shown."""
         ...
 
 
 class PrefillClient:
-    """All prefill workers."""
+    """Client of all prefill workers: sends prompts, and counts the tokens queued at each worker."""
 
     def __init__(
         self,
@@ -702,7 +703,7 @@ class PrefillClient:
         dial: Dialer = rpc.PLAIN,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`give_back`: takes handles that came too late for whoever had asked."""
+        """give_back: called with handles that came too late for their reader."""
         self._times = times
         self._give_back = give_back
         self._dial = dial
@@ -715,11 +716,12 @@ class PrefillClient:
 
     @property
     def on_change(self) -> list[Callable[[str], None]]:
-        """Called with the id of a worker whose queue or stream changed."""
+        """Callbacks, called with the id of a worker whose queue or stream changed."""
         return self._streams.on_change
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """`workers` are those known now; see `WorkerStreams.reconcile`."""
+        """Follow the registry; `workers` are the known prefill workers. See
+        `WorkerStreams.reconcile`."""
         workers = list(workers)
         changed = self._others.reckon(
             workers,
@@ -735,18 +737,18 @@ class PrefillClient:
         return self._streams.drop(worker_id, why)
 
     def is_up(self, worker_id: str) -> bool:
-        """Whether the worker's stream stands."""
+        """Return whether the stream to the worker is up."""
         stream = self._streams.find(worker_id)
         return stream is not None and stream.is_up
 
     def num_queued_tokens(self, worker_id: str) -> int:
-        """Prompt tokens to be computed, sent there and not answered yet: ours as of now, other
-        routers' as of the worker's last heartbeat."""
+        """Return the prompt tokens to be computed at a worker that it was sent and has not
+        answered: this router's as of now, other routers' as of the worker's last heartbeat."""
         return self._queued_tokens[worker_id] + (self._others.of(worker_id) or 0)
 
     @property
     def num_calls(self) -> int:
-        """Prompts under way, or without their worker's last word."""
+        """Number of prompts that are being served, or lack their worker's last message."""
         return max(self._num_under_way, sum(stream.num_legs for stream in self._streams))
 
     async def prefill(
@@ -757,12 +759,12 @@ class PrefillClient:
         listener: Listener,
         num_tokens: int | None = None,
     ) -> PrefillNews:
-        """One prompt in; the first token of each of its samples goes to `listener` as it comes, and
-        so does each partial handle.
+        """Have one prompt computed. The first token of each sample goes to `listener` as it comes,
+        and so does each partial handle.
 
-        Args: num_tokens: prompt tokens that should have to be computed; None: all.
-        Returns: the account and the handle.
-        Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
+        Args: num_tokens: prompt tokens that are expected to need computing; None: all.
+        Returns: the worker's last message, with its account and the handle.
+        Raises: the worker's error; Unavailable when the worker is gone; DeadlineExceeded.
         """
         if num_tokens is None:
             num_tokens = len(request.prompt_token_ids)
@@ -779,13 +781,13 @@ class PrefillClient:
                     call, num_first_messages(request.sampling), listener, deadline, who
                 )
             finally:
-                call.close()  # nothing once it is over
+                call.close()  # sends nothing once the call is over
         finally:
             self._count(worker.worker_id, -num_tokens)
             self._num_under_way -= 1
 
     async def close(self) -> None:
-        """End every stream; the router's requests are over by then."""
+        """End every stream; the router's requests must be over."""
         await self._streams.close()
 
     def _make(self, worker: WorkerView) -> PrefillStream:
@@ -798,14 +800,15 @@ class PrefillClient:
         )
 
     def _count(self, worker_id: str, num_tokens: int) -> None:
+        """Add `num_tokens` (negative: subtract) to the tokens queued at a worker."""
         self._queued_tokens[worker_id] += num_tokens
         self._others.note(worker_id, self._queued_tokens[worker_id])
         self._streams.tell(worker_id)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a stream breaks its law, a count is below none, tokens are queued
-        without a prompt under way, or more prompts run than are under way here.
-        """
+        """Raises: Internal when a stream breaks its invariant, a count is negative, tokens are
+        counted as queued without a call of `prefill`, or more prompts run than `prefill` has
+        callers."""
         self._streams.check_integrity()
         if min((*self._queued_tokens.values(), self._num_under_way), default=0) < 0:
             raise Internal("a prefill count is below 0")
@@ -821,8 +824,8 @@ class PrefillClient:
 async def _read(
     call: PrefillCall, num_firsts: int, listener: Listener, deadline: Deadline, who: str
 ) -> PrefillNews:
-    """All of a call's messages. Only waits for the worker are bounded here, never the client: what
-    is being shown must not be lost. Returns: the last one.
+    """Pass all messages of a call to `listener`. Returns: the last message. Only waits for the
+    worker are bounded; waits for the client are not, so that no message is lost while it is sent.
     """
     while num_firsts:
         first = await _next(call, deadline, "the prefill worker's answer")
@@ -841,6 +844,7 @@ async def _read(
 
 
 async def _next(call: PrefillCall, deadline: Deadline, what: str) -> PrefillNews:
+    """Return the call's next message. Raises: DeadlineExceeded naming `what` was waited for."""
     if call.has_news:
         return await call.next()
     async with deadline.timeout(what):
@@ -848,12 +852,13 @@ async def _next(call: PrefillCall, deadline: Deadline, what: str) -> PrefillNews
 
 
 def num_first_messages(sampling: common_pb2.SamplingParams) -> int:
-    """Messages of a prompt before its account: a beam search has one start for all."""
+    """Return the number of messages with first tokens for one prompt: one for each sample, and one
+    for a whole beam search."""
     return 1 if sampling.HasField("beam") else sampling.n or 1
 
 
 class LegState(Enum):
-    """See the module."""
+    """State of a DecodeCall."""
 
     RESERVING = "reserving"
     RESERVED = "reserved"
@@ -873,7 +878,7 @@ DECODE_TRANSITIONS: dict[LegState, frozenset[LegState]] = {
 
 @dataclass
 class SampleNews:
-    """What came of one sample: tokens in order, and why they are its last if they are."""
+    """Tokens that came for one sample, in order; `reason` is set when they are its last."""
 
     sample_index: int
     token_ids: list[int] = field(default_factory=list)
@@ -886,17 +891,17 @@ class SampleNews:
 
 @dataclass(frozen=True)
 class Moved:
-    """The worker let the request go where it was: another one goes on."""
+    """A leaving worker's last message on a request that another worker should continue."""
 
     news: decode_pb2.DecodeMoved
-    """All but the handle."""
+    """The message without the handle."""
     handle: SealedHandle | None
 
 
 @dataclass(frozen=True)
 class CallUpdate:
-    """All that came since the reader last looked, each sample once, and the request's end if it is
-    there. Its handle is the reader's."""
+    """Everything that came since the last `take`: each sample once, and the request's end if it has
+    come. The handle in `moved` belongs to the reader."""
 
     samples: tuple[SampleNews, ...] = ()
     finished: decode_pb2.DecodeFinished | None = None
@@ -906,6 +911,8 @@ class CallUpdate:
 
 @dataclass
 class _Inbox:
+    """News of a decode call that its reader has not taken."""
+
     samples: dict[int, SampleNews] = field(default_factory=dict)
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
@@ -914,36 +921,38 @@ class _Inbox:
 
 
 class DecodeCall:
-    """One key of one stream."""
+    """One request on a decode stream, with an inbox that merges what its reader has not taken."""
 
     def __init__(self, key: int, worker_id: str, send: Callable[[Command], None]) -> None:
         self.key = key
         self.worker_id = worker_id
         self.state = LegState.RESERVING
         self.is_queued = False
-        """The worker has set blocks aside, and has the request wait for its places."""
+        """Whether the worker has set blocks aside and queues the request for places."""
         self.num_tokens_local = 0
-        """Prompt tokens whose KV the worker holds already; known once reserved."""
+        """Prompt tokens whose KV is in the worker's own cache; known once RESERVED."""
         self.span = trace_spans.NOOP_SPAN
-        """Of this leg, where its request is traced; it ends with the leg."""
+        """Trace span of this call; it ends with the call."""
         self.incarnation = ""
-        """Of the worker, as its owner knows it."""
+        """Incarnation of the worker; set by the owner of the call."""
         self.block_size = 1
-        """Tokens of a block of the worker's cache."""
+        """Tokens in a block of the worker's cache; set by the owner of the call."""
         self.give_back: Callable[[SealedHandle], None] = lambda handle: None
-        """Called with a handle that came when nobody wanted it any more."""
+        """Called with a handle that came after its reader had stopped."""
         self._send = send
         self._inbox = _Inbox()
         self._early: Command | None = None  # the last partial handle that was sent
 
     @property
     def is_over(self) -> bool:
+        """Whether the worker's last message has come, or the stream has ended."""
         return self.state is LegState.OVER
 
     async def wait_answered(self, deadline: Deadline) -> None:
-        """Until the worker has reserved or queued the request.
+        """Wait until the worker has reserved or queued the request.
 
-        Raises: what the worker or the broken stream says; Unavailable when no answer came in time.
+        Raises: the error of the worker or of the broken stream; Unavailable when no answer came in
+            time.
         """
         try:
             async with asyncio.timeout(deadline.left_s()):
@@ -956,28 +965,29 @@ class DecodeCall:
         self._check_reserving()
 
     async def wait_reserved(self) -> None:
-        """Until the worker holds blocks and places for this request. The caller bounds the wait.
+        """Wait until the worker holds blocks and places for this request. The caller bounds the
+        wait.
 
-        Raises: what the worker or the broken stream says.
+        Raises: the error of the worker or of the broken stream.
         """
         while self.state is LegState.RESERVING:
             await self._next_change()
         self._check_reserving()
 
     def _check_reserving(self) -> None:
+        """Raises: the error, if the call ended while a reservation was waited for."""
         if self._inbox.error is not None:
             raise self._inbox.error
         if self.state not in (LegState.RESERVING, LegState.RESERVED):
             raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
 
     def prefetch(self, handle: SealedHandle) -> None:
-        """Have the worker fetch what a partial handle names while prefill goes on. Only a
-        reservation that waits can use it: nothing in any other state, never after the end.
-        """
+        """Have the worker fetch what a partial handle names while prefill goes on. Does nothing
+        unless the call is RESERVED."""
         if self.state is not LegState.RESERVED:
             return
         if self._early is not None and not self._early.is_written:
-            self._early.handle = handle  # it names all that the older one did
+            self._early.handle = handle  # it names everything that the older handle named
             return
         command = decode_pb2.DecodeCommand(key=self.key, prefetch=decode_pb2.PrefetchDecode())
         self._early = Command(command, handle)
@@ -986,10 +996,10 @@ class DecodeCall:
     def generate(
         self, command: decode_pb2.GenerateFromHandle, handle: SealedHandle | None = None
     ) -> None:
-        """Start decoding from a handle (None: the worker computes the prompt itself) after the
-        tokens drawn already, which `command` holds.
+        """Start decoding after the tokens drawn already, which `command` holds, from `handle`
+        (None: the worker computes the prompt itself).
 
-        Raises: what broke the stream meanwhile.
+        Raises: the error that broke the stream meanwhile.
         """
         if self.state is LegState.OVER:
             raise self._inbox.error or Internal("the reservation is over")
@@ -998,13 +1008,14 @@ class DecodeCall:
         self._send(Command(message, handle))
 
     def cancel_sample(self, sample_index: int) -> None:
-        """Ask for the end of one sample; the others go on. Nothing when the request is over."""
+        """Ask the worker to end one sample; the others go on. Does nothing when the request is
+        over."""
         if self.state is LegState.GENERATING:
             command = decode_pb2.CancelSample(sample_index=sample_index)
             self._send(Command(decode_pb2.DecodeCommand(key=self.key, cancel_sample=command)))
 
     def cancel(self) -> None:
-        """Ask for the end; any state, idempotent, never waits."""
+        """Ask the worker to end the request. Allowed in any state, idempotent, never waits."""
         self._give_back_untaken()
         if self.state in (LegState.CANCELLING, LegState.OVER):
             return
@@ -1013,7 +1024,7 @@ class DecodeCall:
         self._send(Command(command))
 
     async def take(self) -> CallUpdate:
-        """Wait until something came, and take all of it as one. The caller bounds the wait."""
+        """Wait until something has come, and return all of it. The caller bounds the wait."""
         inbox = self._inbox
         while not (inbox.samples or self.is_over):
             await self._next_change()
@@ -1022,8 +1033,9 @@ class DecodeCall:
         return CallUpdate(samples, inbox.finished, inbox.error, moved)
 
     async def wait_over(self) -> decode_pb2.DecodeFinished | decode_pb2.DecodeMoved | None:
-        """After `cancel`: the worker's last word with its account, None if the stream broke. The
-        caller bounds the wait.
+        """Wait for the worker's last message after `cancel`. The caller bounds the wait.
+
+        Returns: the message, with the worker's account; None: the stream broke.
         """
         while not self.is_over:
             await self._next_change()
@@ -1031,7 +1043,7 @@ class DecodeCall:
         return moved.news if moved is not None else self._inbox.finished
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None:
-        """The stream's reader: something came for this key."""
+        """Take an event of the worker for this key; called by the stream's reader."""
         kind = event.WhichOneof("event")
         if kind == "reserved":
             self.num_tokens_local = event.reserved.num_tokens_local
@@ -1059,19 +1071,21 @@ class DecodeCall:
         self._inbox.changed.set()
 
     def fail(self, error: BatonError) -> None:
-        """The end, by the worker's or the stream's fault."""
+        """End the call with an error of the worker or of the stream."""
         self._inbox.error = error
         self._move(LegState.OVER)
         self._inbox.changed.set()
 
     def _give_back_untaken(self) -> None:
+        """Give back the handle of a move that the reader has not taken."""
         moved = self._inbox.moved
         if moved is not None and moved.handle is not None:
             self._inbox.moved = Moved(moved.news, None)
             self.give_back(moved.handle)
 
     def _put(self, part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished) -> None:
-        # After a cancel nobody reads any more: what overshot is dropped here.
+        """Merge tokens of one sample into the inbox."""
+        # After a cancel there is no reader: tokens drawn before the worker saw it are dropped.
         if self.state is LegState.CANCELLING:
             return
         index = part.sample_index
@@ -1090,6 +1104,7 @@ class DecodeCall:
         self._inbox.changed.clear()
 
     def _move(self, state: LegState) -> None:
+        """Change the state. Raises: Internal for a transition that is not allowed."""
         if state not in DECODE_TRANSITIONS[self.state]:
             raise Internal(f"decode leg {self.key}: {self.state.value} -> {state.value}")
         self.state = state
@@ -1098,6 +1113,7 @@ class DecodeCall:
 
 
 def _moved(news: decode_pb2.DecodeMoved) -> Moved:
+    """Split a DecodeMoved into the message and its handle."""
     handle = None
     if news.HasField("handle"):
         handle = SealedHandle(news.handle.SerializeToString(), is_partial=False)
@@ -1106,22 +1122,23 @@ def _moved(news: decode_pb2.DecodeMoved) -> Moved:
 
 
 _DECODE_METHOD = "/baton.v1.Decode/Stream"
-"""Called by name: the generated stub would read the handles that are only passed on."""
+"""The method is called by name, because the generated stub would parse the handles, which are only
+passed on."""
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """A worker's load as of its last step; fresher than any heartbeat."""
+    """Load of a decode worker after its last step; fresher than any heartbeat."""
 
     num_free_blocks: int
     num_others: int
-    """Requests there that are none of ours."""
+    """Requests at the worker that are not this router's."""
     num_free_places: int | None
-    """Places for samples of further requests; None: the worker does not say."""
+    """Places for samples of further requests; None: the worker does not report it."""
 
 
 class DecodeStream(WorkerStream[DecodeCall]):
-    """See the module."""
+    """Multiplexed stream to one incarnation of one decode worker, with the load that it reports."""
 
     def __init__(
         self,
@@ -1132,8 +1149,9 @@ class DecodeStream(WorkerStream[DecodeCall]):
         on_load: Callable[[], None] = lambda: None,
         dial: Dialer = rpc.PLAIN,
     ) -> None:
-        """`on_progress` is called when a leg ends: room may be free now. `on_load`: when what this
-        side knows of the worker's load has changed."""
+        """on_progress: called when a call ends, because there may be room now.
+        on_load: called when the known load of the worker, or the state of the stream, has
+            changed."""
         self.load: StepLoad | None = None
         self._on_progress = on_progress
         self._on_load = on_load
@@ -1149,13 +1167,13 @@ class DecodeStream(WorkerStream[DecodeCall]):
 
     @property
     def num_unanswered_blocks(self) -> int:
-        """Blocks asked for by reservations that the worker has not answered: its own account does
-        not show them yet."""
+        """Blocks of reservations that the worker has not answered; its reported load does not
+        include them yet."""
         return sum(num_blocks for num_blocks, _ in self._unanswered.values())
 
     @property
     def num_unanswered_places(self) -> int:
-        """The same of places."""
+        """Places of reservations that the worker has not answered."""
         return sum(num_places for _, num_places in self._unanswered.values())
 
     async def open(
@@ -1168,7 +1186,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
         """Send a reservation, which takes `num_blocks` and `num_places`, as soon as the stream is
         up.
 
-        Returns: the leg, still RESERVING; its owner cancels it whatever happens.
+        Returns: the call, still RESERVING; the caller must cancel it in any case.
         Raises: Unavailable when the worker is not reached in time.
         """
         await self._wait_up(deadline)
@@ -1183,7 +1201,8 @@ class DecodeStream(WorkerStream[DecodeCall]):
         return leg
 
     def check_integrity(self) -> None:
-        """As the stream's; also when an answer is waited for on behalf of nobody."""
+        """Raises: Internal as WorkerStream's, and when a reservation is counted as unanswered
+        without a call."""
         super().check_integrity()
         if not self._unanswered.keys() <= self._legs.keys():
             raise Internal(f"stream to {self.worker_id} waits for an answer to nobody")
@@ -1196,11 +1215,13 @@ class DecodeStream(WorkerStream[DecodeCall]):
         )()
 
     def _take(self, message: Any) -> None:
+        """Pass the events of a message to their calls, and record the worker's load."""
         if not isinstance(message, decode_pb2.DecodeEvents):
             raise Unavailable("a message cannot be read")
         for event in message.events:
             self._dispatch(event)
-        # Requests that wait for their prompt are in no account but in that of their blocks.
+        # The worker counts running and waiting requests; one that waits for its prompt's KV is
+        # neither, and shows only in the number of free blocks.
         num_ours = sum(leg.state is LegState.GENERATING for leg in self._legs.values())
         num_there = message.num_running + message.num_waiting
         num_free = message.num_free_places if message.HasField("num_free_places") else None
@@ -1208,6 +1229,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
         self._on_load()
 
     def _dispatch(self, event: decode_pb2.DecodeEvent) -> None:
+        """Pass an event to its call; remove the call when it is over."""
         leg = self._leg(event.key)
         if leg is None:
             return
@@ -1216,7 +1238,7 @@ class DecodeStream(WorkerStream[DecodeCall]):
         self._unanswered.pop(leg.key, None)
         if leg.is_over:
             del self._legs[leg.key]
-            # A refusal made no room: those who wait for some would wake one another for ever.
+            # A refusal makes no room: waiting requests would wake one another for ever.
             if had_blocks:
                 self._on_progress()
 
@@ -1232,14 +1254,14 @@ def _write_decode(command: Command | Opening) -> bytes:
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """What a worker has, as far as one router can know."""
+    """Load of a decode worker, as far as this router knows."""
 
     num_free_blocks: int
     num_requests: int
 
 
 class DecodeStreams:
-    """One stream per decode worker."""
+    """Client of all decode workers: one stream for each, and the load known of it."""
 
     def __init__(self, times: RouterTimes, clock: Clock, dial: Dialer = rpc.PLAIN) -> None:
         self._times = times
@@ -1252,11 +1274,12 @@ class DecodeStreams:
 
     @property
     def on_change(self) -> list[Callable[[str], None]]:
-        """Called with the id of a worker of which more, or less, is known now."""
+        """Callbacks, called with the id of a worker whose stream or load changed."""
         return self._streams.on_change
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """`workers` are those known now; see `WorkerStreams.reconcile`."""
+        """Follow the registry; `workers` are the known decode workers. See
+        `WorkerStreams.reconcile`."""
         workers = list(workers)
         changed = self._others.reckon(workers, lambda worker: worker.num_requests, self.num_legs)
         for worker_id in changed:
@@ -1264,10 +1287,9 @@ class DecodeStreams:
         self._streams.reconcile(workers)
 
     def load(self, worker: WorkerView) -> DecodeLoad:
-        """The worker's load by its last news and what we have sent since; while it serves none of
-        ours, by its heartbeat. (It sends no news then, and the last may be from before a cancel
-        took effect.)
-        """
+        """Return the worker's load by its last message and what this router has sent since. While
+        the worker serves no request of this router, use its heartbeat: it sends no messages then,
+        and the last one may be from before a cancel took effect."""
         num_others = self._others.of(worker.worker_id)
         num_others = worker.num_requests if num_others is None else num_others
         stream = self._streams.find(worker.worker_id)
@@ -1281,12 +1303,13 @@ class DecodeStreams:
         )
 
     def num_free_places(self, worker: WorkerView) -> int | None:
-        """Places for samples of further requests at the worker, by its last news and what we have
-        sent since; None: it does not say.
+        """Return the places for samples of further requests at the worker, by its last message and
+        what this router has sent since; None: the worker does not report it.
 
-        While it serves none of ours it sends no news, so either of the last and the heartbeat may
-        be the older one: the higher number is taken. If that is too high the first answer puts it
-        right; one that is too low would hold requests back for as long.
+        While the worker serves no request of this router it sends no messages, so either the last
+        message or the heartbeat may be the older one. The higher number is taken: the first answer
+        corrects a number that is too high, but one that is too low would hold requests back until
+        newer news comes.
         """
         stream = self._streams.find(worker.worker_id)
         if stream is None or stream.load is None:
@@ -1300,13 +1323,13 @@ class DecodeStreams:
         return max(0, num_free - stream.num_unanswered_places)
 
     def num_legs(self, worker_id: str) -> int:
-        """Requests of this router on that worker."""
+        """Return the number of this router's requests at a worker."""
         stream = self._streams.find(worker_id)
         return stream.num_legs if stream is not None else 0
 
     @property
     def num_open_legs(self) -> int:
-        """Keys on all streams that wait for their worker's last word."""
+        """Number of keys on all streams that wait for their worker's last message."""
         return sum(stream.num_legs for stream in self._streams)
 
     def drop(self, worker_id: str, why: str) -> bool:
@@ -1314,7 +1337,7 @@ class DecodeStreams:
         return self._streams.drop(worker_id, why)
 
     def is_up(self, worker_id: str) -> bool:
-        """Whether the worker's stream stands."""
+        """Return whether the stream to the worker is up."""
         stream = self._streams.find(worker_id)
         return stream is not None and stream.is_up
 
@@ -1326,7 +1349,7 @@ class DecodeStreams:
         num_blocks: int = 0,
         num_places: int = 1,
     ) -> DecodeCall:
-        """Send a reservation; see `DecodeStream.open`. Raises: Unavailable."""
+        """Send a reservation to a worker; see `DecodeStream.open`. Raises: Unavailable."""
         stream = self._streams.find(worker_id)
         if stream is None:
             raise Unavailable(f"decode worker {worker_id} is gone")
@@ -1335,7 +1358,8 @@ class DecodeStreams:
         return leg
 
     async def wait_for_progress(self, timeout_s: float) -> None:
-        """Until some leg ended somewhere, so that there may be room; at most `timeout_s`."""
+        """Wait until some request has ended at some worker, so that there may be room; at most
+        `timeout_s` seconds."""
         self._progress.clear()
         try:
             async with asyncio.timeout(timeout_s):
@@ -1348,7 +1372,7 @@ class DecodeStreams:
         await self._streams.close()
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a stream breaks its law."""
+        """Raises: Internal when a stream breaks its invariant."""
         self._streams.check_integrity()
 
     def _make(self, worker: WorkerView) -> DecodeStream:
