@@ -408,6 +408,9 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
         store = StoreView(
             _text(values, "node_id"), _text(values, "address"), _text(values, "incarnation")
         )
+        if store.node_id.encode() != node_id:
+            problems.append(f"registry entry {node_id!r} names store {store.node_id!r}")
+            return None
         # Workers refuse a store incarnation of any other form.
         if len(bytes.fromhex(store.incarnation)) != _INCARNATION_BYTES or not store.address:
             raise ValueError("it has no address, or its incarnation is not 16 bytes of hex")

@@ -291,10 +291,14 @@ async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, cli
         entry = {"node_id": node, "address": address, "incarnation": life}
         await client.hset("baton:stores", node, json.dumps(entry))
         await client.set(f"baton:store:{node}:beat", life)
+    entry = {"node_id": "another", "address": "h:1", "incarnation": LIFE}
+    await client.hset("baton:stores", "n6", json.dumps(entry))
+    await client.set("baton:store:n6:beat", LIFE)
     snapshot = await registry.poll()
     assert [worker.worker_id for worker in snapshot.workers] == ["p0"]
     assert not snapshot.stores
-    assert len(snapshot.problems) == 8
+    assert len(snapshot.problems) == 9
+    assert "registry entry b'n6' names store 'another'" in snapshot.problems
 
 
 async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -> None:
