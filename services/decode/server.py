@@ -1,5 +1,5 @@
-"""DecodeServicer: the Decode gRPC service, with one multiplexed stream per router. A StreamSession is
-one such stream: its keys, their requests, and the cancellation of all of them when the stream
+"""DecodeServicer: the Decode gRPC service, with one multiplexed stream per router. A StreamSession
+is one such stream: its keys, their requests, and the cancellation of all of them when the stream
 breaks.
 
 The session releases a handle's leases only if the handle was made for a request of this stream,

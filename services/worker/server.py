@@ -246,7 +246,7 @@ LAST_WORDS_S = 1.0
 
 @dataclass
 class RoleSession:
-    """One life of a worker in one role: its core, role, adapters and registry entry."""
+    """One incarnation of a worker in one role: its core, role, adapters and registry entry."""
 
     core: WorkerCore
     role: WorkerRole
@@ -290,7 +290,7 @@ class RoleSession:
             await self.heartbeat.stop()
 
     async def end(self, *, closes_engine: bool = True) -> None:
-        """End the life after the last call and free its resources.
+        """End the session after the last call and free its resources.
 
         Raises: Internal for an engine that is to be kept, and is not as it was before the first
         request.
@@ -316,11 +316,11 @@ async def begin_session(
     draft_traces: DraftTraces | None = None,
     before: WorkerCore | None = None,
 ) -> RoleSession:
-    """Create a life that is not registered yet.
+    """Create a session that is not registered yet.
 
     Args:
         draft_traces: see WorkerCore.
-        before: core of the previous life, over the same engine.
+        before: core of the previous session, over the same engine.
     Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
     """
     worker_id = settings.worker_id if before is None else before.identity.worker_id
@@ -422,7 +422,7 @@ class Worker:
 
         Raises: InvalidArgument for no role, FailedPrecondition where the certificate does not name
         it (as it is on disk now), Unavailable while the worker stops or when it is told to
-        meanwhile; Internal when the next life could not begin: the worker ends.
+        meanwhile; Internal when the next session could not begin: the worker ends.
         """
         make_role = role_class(role_name)
         async with self._turn:
@@ -482,8 +482,8 @@ class Worker:
         logs.event(logger, "role_changed", role=role_name, incarnation=incarnation)
 
     async def stop(self) -> None:
-        """Drain, leave the registry, then end. A change of role in progress ends its old life first
-        and begins no other."""
+        """Drain, leave the registry, then end. A change of role in progress ends its old session
+        first and begins no other."""
         self._is_stopping = True
         async with self._turn:
             is_whole = self._broken is None and not self._has_no_life
