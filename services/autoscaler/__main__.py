@@ -17,7 +17,7 @@ logger = logging.getLogger("autoscaler")
 
 
 async def main(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
-    """Scale until `stop` is set."""
+    """Run one autoscaler until `stop` is set."""
     if settings.scaler == "kubernetes":
         # Importing the client takes seconds: not on the loop, which has to hear signals.
         await asyncio.to_thread(kubernetes_scaler.import_client)

@@ -1,16 +1,19 @@
-"""Actuator: carries out decisions; nothing else changes the pools.
+"""Actuator: carries out scaling decisions. Only the actuator changes the pools.
 
-It does so only while this autoscaler leads: the fence is asked right before each change. What fails
-is reported and not tried again: the next decision is made from what is true by then.
+The actuator acts only while this autoscaler is the leader, and checks the leadership (the fence)
+right before each change. A failed action is reported and not retried: the next decision is made
+from the then current state of the pools.
 
-RoleFlips: running workers that are told to take the other role, one call each, in the background.
+Pool sizes are set through the Scaler. Role flips go through RoleFlips: one SetRole call for each
+worker, in the background.
 
     ordered -> done      the worker serves in its new role
-    ordered -> failed    it refused, did not answer in time, or is gone
+    ordered -> failed    the worker refused, did not answer in time, or is gone
 
-A worker that refuses because of its certificate is not asked again for a while (it may get another
-one without a restart), and one that cannot flip not again in that life. Invariant: `under_way` are
-exactly the workers with a pending call. One asyncio loop.
+A worker that refuses because of its certificate is not asked again for FORGET_S, since it may get
+another certificate without a restart. A worker that does not implement SetRole is not asked again
+in the same incarnation. Invariant: `under_way` holds exactly the workers with a pending call. One
+asyncio loop.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ from services.autoscaler.signals import Role
 logger = logging.getLogger(__name__)
 
 FORGET_S = 300.0
-"""After so long a worker that refused may be asked again: what renews certificates, and the kubelet
-that brings them to pods, need minutes."""
+"""Seconds until a worker that refused may be asked again. The renewal of a certificate, and the
+kubelet that mounts it into the pod, take minutes."""
 
 _MAX_REFUSED = 4096
 
@@ -53,7 +56,7 @@ class _Ordered:
 
 
 class RoleFlips:
-    """See the module."""
+    """Pending SetRole calls: workers that were told to take the other role."""
 
     def __init__(
         self,
@@ -63,26 +66,34 @@ class RoleFlips:
         on_end: Callable[[str, Role, str], None] = lambda worker_id, to, problem: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """timeout_s: for one worker to change. on_end: told how each ended; no problem: done."""
+        """
+        Args:
+            timeout_s: for one worker to change its role.
+            on_end: called at the end of each flip with the worker's id, its new role and the
+                problem; an empty problem means success.
+            clock: monotonic, in seconds.
+        """
         self._dial = dial
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._clock = clock
         self._ordered: dict[str, _Ordered] = {}
         self._refused: dict[tuple[str, str], float] = {}
-        """Lives of workers, and until when each is not asked; who refused last is last."""
+        """For each worker and incarnation that refused, the time (by the clock) until which it is
+        not asked; the latest refusal is last."""
 
     @property
     def under_way(self) -> Mapping[str, Role]:
-        """Workers that were told to take that role, and have not answered yet."""
+        """Workers with a pending call, by id, and the role that each was told to take."""
         return {worker_id: ordered.to for worker_id, ordered in self._ordered.items()}
 
     def may_ask(self, worker: common_pb2.WorkerStatus) -> bool:
-        """Whether this life of the worker has not refused, or its refusal is forgotten."""
+        """Return whether the worker's incarnation has not refused, or its refusal has expired."""
         return self._refused.get(_life(worker), -math.inf) <= self._clock()
 
     def order(self, worker: common_pb2.WorkerStatus, to: Role) -> None:
-        """Tell the worker; does not wait. One that is told already is not told again."""
+        """Start a SetRole call to the worker, in the background. Nothing happens if a call to it
+        is pending."""
         worker_id = worker.worker_id
         if worker_id not in self._ordered:
             task = start_task(self._flip(worker, to), f"flip {worker_id}")
@@ -91,11 +102,14 @@ class RoleFlips:
             task.add_done_callback(lambda _: self._ordered.pop(worker_id, None))
 
     async def stop(self) -> None:
-        """Wait for no answer any more; workers that were told go on by themselves."""
+        """Cancel all pending calls. The workers continue their change of role by themselves."""
         await end_tasks([ordered.task for ordered in self._ordered.values()])
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a flip is kept whose call is over."""
+        """Check the invariant of `under_way`.
+
+        Raises: Internal when a flip is kept whose call has ended.
+        """
         over = [worker_id for worker_id, ordered in self._ordered.items() if ordered.task.done()]
         if over:
             raise Internal(f"flips are kept whose calls are over: {', '.join(over)}")
@@ -140,7 +154,7 @@ def _life(worker: common_pb2.WorkerStatus) -> tuple[str, str]:
 
 
 class Actuator:
-    """See the module."""
+    """Executor of scaling decisions: sets pool sizes through the Scaler and orders role flips."""
 
     def __init__(
         self,
@@ -151,7 +165,12 @@ class Actuator:
         act: bool,
         timeout_s: float,
     ) -> None:
-        """timeout_s: for one decision, flips aside."""
+        """
+        Args:
+            leadership: nothing is changed unless it has time left.
+            act: False: decisions are only advice, and nothing is changed.
+            timeout_s: for one decision, not counting flips.
+        """
         self._scaler = scaler
         self._flips = flips
         self._leadership = leadership
@@ -167,7 +186,15 @@ class Actuator:
         leave_first: Sequence[str],
         workers: Mapping[str, common_pb2.WorkerStatus],
     ) -> tuple[ActionOutcome, str]:
-        """Do what was decided. Returns: what became of it, and of a failure why."""
+        """Carry out the decision.
+
+        Args:
+            roles: current role of each registered worker, by id.
+            leave_first: ids of workers in the order in which they should be removed.
+            workers: registered workers by id, for flips.
+
+        Returns: the outcome, and the problem if it is FAILED (else empty).
+        """
         if not decision.is_action:
             return ActionOutcome.NOTHING, ""
         if not self._act:
@@ -187,7 +214,10 @@ class Actuator:
         return outcome, problem
 
     def fence(self) -> None:
-        """See scaler.Fence."""
+        """Check that this autoscaler still leads; a scaler.Fence.
+
+        Raises: ScalerError when the leadership has ended.
+        """
         if self._leadership.left_s <= 0:
             raise ScalerError("another autoscaler may lead by now: nothing more is changed")
 
@@ -218,7 +248,7 @@ class Actuator:
             self._flips.order(workers[flip.worker_id], flip.to)
 
     async def _announce(self, decision: Decision, outcome: ActionOutcome, problem: str) -> None:
-        """A failure that goes on is announced once."""
+        """Announce the decision through the Scaler; a repeated failure only once."""
         is_known = bool(problem) and problem == self._announced_problem
         self._announced_problem = problem
         if is_known:

@@ -1,17 +1,17 @@
-"""Autoscaler: the service as a whole. Every interval it observes, plans, acts and records.
+"""Autoscaler: the autoscaler service. At every interval it observes the pools, plans their sizes,
+acts, and records the decision.
 
     registry + scaler -> Observer -> plan (pure) -> Actuator -> DecisionLog
 
-Every replica observes and plans, so that each can be asked. Only the leader acts or, with
-act=false, publishes what it wants; the others read that (`published_text`, a line of JSON). A
-replica that becomes the leader begins with an empty plan state: what it learned while another one
-act=false, publishes what it wants, as a line of JSON (`published_text`), which the others read. A
-interval begins anew. One asyncio loop.
+Every replica observes and plans, so that every replica can answer for its decisions. Only the
+leader acts. The leader also publishes the wanted numbers of workers as one line of JSON
+(`published_text`), which the other replicas read. When the leadership changes, a replica drops its
+plan state, so all windows of the plan begin anew. One asyncio loop.
 
-With act=false another system (KEDA, an HPA) changes the pools, at its own time. The plan is then
-told that the pools already have the size that was advised last (`as_advised`): else a pool that
-does not have it yet would look like a change by another party, and the advice would swing. Then no
-workers are flipped.
+With act=false another system (KEDA, an HPA) changes the pools, with its own delay. The plan is then
+told that the pools already have the size that was advised last (`as_advised`). Otherwise a pool
+that does not have this size yet would look like a change by another party, and the advice would
+oscillate. With act=false no workers are flipped.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ _MAX_CHARS = 200
 
 
 def published_text(wanted: ByRole[int]) -> str:
-    """One line."""
+    """Return the wanted numbers of workers as one line of JSON, by role name."""
     return json.dumps({role.value: wanted.of(role) for role in Role})
 
 
 def wanted_from_text(text: str) -> ByRole[int] | None:
-    """None: it says nothing, or what no leader of ours says."""
+    """Return the wanted numbers of workers from a leader's `published_text`; None if the text is
+    empty or is not one."""
     if len(text) > _MAX_CHARS:
         return None
     try:
@@ -89,7 +90,11 @@ def wanted_from_text(text: str) -> ByRole[int] | None:
 
 
 def as_advised(seen: Observations, last: Decision | None) -> Observations:
-    """`seen`, with what `last` wanted; None: nothing was advised yet."""
+    """Return `seen` with the pool sizes that `last` wanted, and with no worker that can flip.
+
+    Args:
+        last: the last advice; None: there was none, so the observed sizes stay.
+    """
     pools = seen.pools.map(
         lambda role, pool: replace(
             pool,
@@ -106,7 +111,7 @@ logger = logging.getLogger(__name__)
 
 
 class Autoscaler:
-    """See the module."""
+    """One replica of the autoscaler service: its loop, its gRPC services and its metrics."""
 
     def __init__(
         self,
@@ -114,14 +119,16 @@ class Autoscaler:
         scaler: Scaler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """scaler: instead of the one that `settings` name, to be closed with this one. clock: of
-        what it observes, decides and leads by.
+        """
+        Args:
+            scaler: used instead of the scaler that the settings name; closed by `stop`.
+            clock: monotonic, in seconds; for observations, decisions and leadership.
 
-        Raises: SettingsError where what the settings name cannot be made.
+        Raises: SettingsError when the scaler that the settings name cannot be made.
         """
         self.autoscaler_id = settings.autoscaler_id or f"autoscaler-{secrets.token_hex(4)}"
         self.address = ""
-        """host:port of its services; known once started."""
+        """host:port of the gRPC services; empty before `start`."""
         self._settings = settings
         self._clock = clock
         self._identity = TlsIdentity.of(settings.tls, PeerRole.AUTOSCALER)
@@ -145,7 +152,8 @@ class Autoscaler:
         self._state = PlanState()
         self.records = DecisionLog(settings.num_decisions_kept)
         self._led: Decision | None = None
-        """The last one that was made while this autoscaler led, as it does still."""
+        """The last decision, if this autoscaler was the leader when it was made; None after a
+        change of the leadership."""
         self._observations: Observations | None = None
         self._problems: tuple[str, ...] = ()
         self._keda = ExternalScaler(self._wanted)
@@ -160,7 +168,7 @@ class Autoscaler:
             return LocalScaler(settings.local_address, settings.act_timeout_s)
         api, kubernetes = KubernetesApi(settings.kubernetes), settings.kubernetes
         if not settings.act:
-            # Of its own: who only advises must never keep one that acts from leading.
+            # A separate Lease: an advising replica must never keep an acting one from leading.
             kubernetes = replace(kubernetes, lease_name=f"{kubernetes.lease_name}-advice")
         self._leadership = LeaseLeader(
             api,
@@ -173,7 +181,10 @@ class Autoscaler:
         return KubernetesScaler(api, settings.kubernetes, self.autoscaler_id)
 
     async def start(self) -> None:
-        """Look and act from now on. Raises: Unavailable when a port is taken."""
+        """Start the servers, the leader election and the autoscaling loop.
+
+        Raises: Unavailable when a port is taken.
+        """
         self._health.follow()
         collector = LoopCollector(
             asyncio.get_running_loop(), self._read_metrics, lambda: metrics.silent(self._labels)
@@ -200,7 +211,8 @@ class Autoscaler:
         self._health.set_check(self._why_not_ready)
 
     async def stop(self) -> None:
-        """Act no more, let another lead, and end. Workers that were told to flip go on."""
+        """Stop the loop, release the leadership, and close all connections. Workers that were told
+        to flip continue."""
         self._health.end()
         await end_tasks([self._task])
         await self._flips.stop()
@@ -214,15 +226,18 @@ class Autoscaler:
 
     @property
     def metrics_address(self) -> str:
-        """host:port of /metrics; empty: nobody listens."""
+        """host:port of /metrics; empty: there is no metrics server."""
         return self._metrics_server.address if self._metrics_server is not None else ""
 
     def check_integrity(self) -> None:
-        """Raises: Internal naming the law that is broken."""
+        """Check the autoscaler's invariants.
+
+        Raises: Internal naming the broken invariant.
+        """
         self._flips.check_integrity()
 
     async def decide(self) -> DecisionRecord:
-        """One look, one plan, one action."""
+        """Run one interval: observe, plan, act and record. Return the record."""
         now_s = self._clock()
         registry, problems = await self._look()
         self._observing.take(registry, now_s)
@@ -284,7 +299,7 @@ class Autoscaler:
             try:
                 await self.decide()
                 self.check_integrity()
-            except Exception:  # the last line of defence: nobody else starts a loop that ended
+            except Exception:  # the last line of defence: nothing restarts this loop
                 logger.exception("decision_failed")
             took_s = time.monotonic() - began_s
             await asyncio.sleep(max(0.0, self._settings.interval_s - took_s))
@@ -330,7 +345,7 @@ class Autoscaler:
         return self._settings.act and self._leads
 
     def _advised(self) -> Decision | None:
-        """What was advised last: who follows goes on from what the leader said."""
+        """Return the last advice: the last decision, on a follower with the leader's numbers."""
         last = self.records.last
         if last is None:
             return None
@@ -338,11 +353,11 @@ class Autoscaler:
         return last.decision if heard is None else replace(last.decision, wanted=heard)
 
     def _led_wanted(self) -> ByRole[int] | None:
-        """By this one, while it leads."""
+        """Return the wanted numbers of this autoscaler while it leads; else None."""
         return self._led.wanted if self._led is not None and self._leads else None
 
     def _to_publish(self) -> str:
-        # Not asked whether it leads: what is published with the Lease is read only if it does.
+        # No check of the leadership: the text is read only if the write of the Lease succeeds.
         return "" if self._led is None else published_text(self._led.wanted)
 
     def _wanted(self) -> ByRole[int]:

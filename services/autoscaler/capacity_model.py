@@ -1,28 +1,27 @@
-"""The capacity model: how much work the pools can do, and how much they must be ready for. Pure
-functions and frozen values.
+"""Capacity model: the load that prefill and decode pools of given sizes can serve within the
+latency targets, and the load that they must be ready for. Pure functions and frozen values.
 
-**Capacity** of one worker of each role, and what requests are like, learned from the steps that
-were observed (`learn`). A mean is a ratio of two sums that forgets by evidence, not by time: what
-was learned before a quiet night still holds in the morning. It begins with the prior, which counts
-as little evidence. A decode step takes a + b * batch seconds, a line fitted through the observed
-steps; while only one batch size was observed, the prior gives the slope. Both include the current
-context lengths, which are forgotten slowly.
+**Capacity** (`Capacity`, `learn`): the speed of one worker of each role and the typical request,
+learned from observed engine steps and traffic. A mean is a ratio of two sums in which old evidence
+fades as new evidence comes, not with time: what was learned before a quiet night still holds in the
+morning. It starts from a prior, which counts as little evidence. A decode step takes a + b * batch
+seconds, a line fitted through the observed steps; while only one batch size was observed, the prior
+gives the slope. Both speeds include the effect of the context lengths of the time.
 
-**Rates**: the requests per second that a number of workers carries within the targets, and the
-number of workers that a rate needs. Prefill is a queue: N workers share one line, and the wait at
-the target's quantile is Sakasegawa's approximation of M/G/N; it may be as long as the target of the
-time to the first token leaves beside the prompt's computation. Decode is a batch: by Little's law
-so many streams run at once, a step takes a + b * batch, and a worker may have as many as keep a
-step within the time per token, as its blocks hold, and as its limit allows. Both tables ascend, so
-more load never needs fewer workers.
+**Rates** (`Rates`, `rates_of`): the requests per second that a number of workers carries within the
+targets, and the number of workers that a rate needs. Prefill is a queue: N workers share one line,
+and the wait at the target's quantile is Sakasegawa's approximation for M/G/N. The wait may take the
+part of the TTFT target that the prompt's computation leaves. Decode is a batch: Little's law gives
+the number of streams, and a worker takes as many as the TPOT target, its blocks and
+`max_num_running` allow. Both tables ascend, so more load never needs fewer workers.
 
 **Pairs** (prefill, decode) of worker counts: which are within limits and budget, which of them
-carries most, and to which role one worker should go.
+carries most, and to which role one worker should move.
 
-**Predicted load**: the requests per second that the pools must be ready for: those that arrive,
-where their rate clearly rises what it will be when a worker that is started now is ready, and the
-backlog, to be served within CLEAR_S. One rate for both pools, as every request passes through both;
-at most what the best pair within the budget carries.
+**Predicted load** (`PredictedLoad`, `predict_load`): the requests per second that both pools must
+be ready for, as every request passes through both. It is the sum of the arrivals, their expected
+growth until a worker that is started now is ready, and the backlog, which shall be served within
+CLEAR_S. What the best pair within the budget carries is an upper bound.
 """
 
 from __future__ import annotations
@@ -39,53 +38,56 @@ from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Wor
 # ---- capacity of a worker, learned
 
 MOST_SHARE_CACHED = 0.95
-"""Of a prompt, whatever was measured: one conversation that hits all must not end prefill."""
+"""Upper bound of the cached share of a prompt, whatever was measured: one conversation that hits
+the cache completely must not make prefill seem free."""
 
 CLIP = 3.0
-"""One look counts as at most so many times off what was believed: a machine that stood still for a
-moment is no new machine. A real change is believed after a few looks."""
+"""Largest factor by which one observation counts as different from the present estimate: a machine
+that stalled for a moment is not a slower machine. A real change is learned after a few
+observations."""
 
 OWN_SPREAD = 0.15
-"""When batch sizes differ by so much of their mean, what was seen decides on the line's slope as
-much as the prior does."""
+"""Spread of the observed batch sizes, as a share of their mean, at which the observations and the
+prior have equal weight in the slope of the line."""
 
 
 MOST_POINT_S = 60.0
-"""Seconds of steps of one batch size that are remembered."""
+"""Most seconds of steps that are remembered of one batch size."""
 
 FADE_S = 36_000.0
-"""Seconds of steps, of any size, in which what is known of the others fades to half."""
+"""Seconds of steps, of any batch size, in which the evidence of the other sizes fades to half."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """amount / per, of the latest evidence."""
+    """Running mean of a ratio, amount / per, over the latest evidence and a prior."""
 
     amount: float
     per: float
-    """Evidence that is remembered, the prior's among it."""
+    """Remembered evidence, including the prior's, in the unit of the denominator."""
     most: float
-    """Never more: beyond it old evidence fades."""
+    """Upper bound of `per`: beyond it old evidence fades."""
     seen: float = 0.0
-    """Evidence that came in, ever."""
+    """All evidence ever added, without the prior."""
 
     @staticmethod
     def believed(value: float, worth: float, most: float) -> Mean:
-        """As if `worth` of evidence had shown `value`."""
+        """Return a mean with the prior `value`, which counts as `worth` of evidence."""
         return Mean(value * worth, worth, most)
 
     @property
     def value(self) -> float:
-        """What is expected."""
+        """The present estimate."""
         return self.amount / self.per
 
     @property
     def is_seen(self) -> bool:
-        """Whether half of it is evidence."""
+        """Whether the evidence added so far is at least half of the remembered `per`."""
         return self.seen >= self.per / 2
 
     def add(self, amount: float, per: float) -> Mean:
-        """More evidence; nothing where `per` is not above 0."""
+        """Return the mean with more evidence, clipped to CLIP times the estimate; unchanged unless
+        `per` is above 0 and both are finite."""
         if not (per > 0 and math.isfinite(amount) and math.isfinite(per)):
             return self
         if self.is_seen and self.value > 0:
@@ -102,7 +104,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class _Point:
-    """Steps of about one batch size."""
+    """Mean batch and step time of the observed decode steps of about one batch size."""
 
     batch: float
     step_s: float
@@ -112,27 +114,28 @@ class _Point:
 
 @dataclass(frozen=True)
 class StepLine:
-    """Seconds of a decode step by its batch: what was seen, by sizes half an octave apart, so that
-    what two workers show does not make one forget what one alone did."""
+    """Duration of a decode step as a line over the batch size, a + b * batch seconds. Observations
+    are kept by batch size in classes half an octave apart, so that new ones of one size do not
+    displace those of another."""
 
     prior_s: float
     prior_stream_s: float
     points: tuple[tuple[int, _Point], ...] = ()
-    """By size, ascending."""
+    """One point for each class of batch sizes, ascending: (round(2 * log2(batch)), point)."""
 
     @property
     def weight_s(self) -> float:
-        """Seconds of steps that are remembered, of all sizes."""
+        """Seconds of steps that are remembered, of all batch sizes together."""
         return sum(point.weight_s for _, point in self.points)
 
     @property
     def is_seen(self) -> bool:
-        """Whether there is evidence: some seconds of steps."""
+        """Whether there is evidence: at least 2 seconds of steps."""
         return self.weight_s >= 2.0
 
     @property
     def line(self) -> tuple[float, float]:
-        """a and b of a + b * batch; both above 0."""
+        """(a, b) of a + b * batch, in seconds; both above 0."""
         weight_s = self.weight_s
         if not weight_s:
             return self.prior_s, self.prior_stream_s
@@ -143,7 +146,7 @@ class StepLine:
         batch, step_s = mean(lambda p: p.batch), mean(lambda p: p.step_s)
         variance = mean(lambda p: (p.batch - batch) ** 2)
         covariance = mean(lambda p: (p.batch - batch) * (p.step_s - step_s))
-        # The prior's shape, as high as what was seen.
+        # The prior's line, scaled to the height of the observed mean.
         scale = step_s / (self.prior_s + self.prior_stream_s * batch)
         ridge = (OWN_SPREAD * batch) ** 2
         slope = (covariance + ridge * scale * self.prior_stream_s) / (variance + ridge)
@@ -152,12 +155,18 @@ class StepLine:
         return step_s - slope * batch, slope
 
     def step_s(self, batch: float) -> float:
-        """Of so many streams at once."""
+        """Return the seconds of a step with `batch` streams."""
         a, b = self.line
         return a + b * batch
 
     def add(self, batch: float, step_s: float, weight_s: float) -> StepLine:
-        """Steps of `weight_s` seconds together, of this mean batch, that took so long each."""
+        """Return the line with more observed steps.
+
+        Args:
+            batch: mean number of streams of the steps.
+            step_s: mean seconds of one step.
+            weight_s: seconds of all of these steps together.
+        """
         if not (batch > 0 and step_s > 0 and weight_s > 0):
             return self
         if self.is_seen:
@@ -179,24 +188,25 @@ class StepLine:
 
 @dataclass(frozen=True)
 class Capacity:
-    """All that was learned."""
+    """Learned speeds of one worker of each role, and the typical request."""
 
     token_s: Mean
-    """Seconds that a busy prefill worker takes for one prompt token, steps' own cost included."""
+    """Seconds that a busy prefill worker takes for one prompt token, fixed costs of the steps
+    included."""
     decode: StepLine
     prompt_tokens: Mean
     output_tokens: Mean
-    """Of one request."""
+    """Output tokens of one request."""
     cached: Mean
-    """Share of prompt tokens that nobody had to compute."""
+    """Share of prompt tokens found in a cache."""
     stream_blocks: Mean = field(default_factory=lambda: Mean(0.0, 1e-9, 400.0))
-    """Blocks that one stream holds at a decode worker."""
+    """KV blocks that one stream holds at a decode worker."""
     num_blocks: int = 0
-    """Of the smallest decode worker seen; 0: none was."""
+    """KV blocks of the smallest decode worker in the last observation with any; 0: unknown."""
 
     @staticmethod
     def believed(priors: Priors) -> Capacity:
-        """Before anything was seen."""
+        """Return the capacity before any observation: the priors."""
         return Capacity(
             token_s=Mean.believed(1 / priors.prefill_tokens_per_s, 1000.0, 400_000.0),
             decode=StepLine(priors.decode_step_s, priors.decode_stream_s),
@@ -207,18 +217,18 @@ class Capacity:
 
     @property
     def uncached_tokens(self) -> float:
-        """Prompt tokens of a request that must be computed."""
+        """Mean number of prompt tokens of a request that prefill must compute; at least 1."""
         computed = 1 - min(self.cached.value, MOST_SHARE_CACHED)
         return max(1.0, self.prompt_tokens.value * computed)
 
     @property
     def prefill_s(self) -> float:
-        """That a prefill worker is busy with one request."""
+        """Seconds for which one request keeps a prefill worker busy."""
         return self.uncached_tokens * self.token_s.value
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What is still believed rather than seen, in words."""
+        """Names of the figures that are still priors, in words."""
         known = {
             "prefill speed": self.token_s.is_seen,
             "decode step time": self.decode.is_seen,
@@ -230,8 +240,8 @@ class Capacity:
 
 
 def learn(before: Capacity, seen: Observations, *, stale_s: float) -> Capacity:
-    """`before` and what this look adds to it. Workers whose beat is older than `stale_s` add
-    nothing."""
+    """Return `before` updated with one observation. Workers whose heartbeat is older than `stale_s`
+    seconds are ignored."""
     after = before
     for role in Role:
         for worker in seen.pools.of(role).workers:
@@ -250,7 +260,7 @@ def _of_worker(before: Capacity, role: Role, worker: Worker) -> Capacity:
         return replace(before, token_s=before.token_s.add(work.step_s, num_prompt))
     after = before
     if work.num_steps and work.num_decode_tokens:
-        # A short prompt may be computed here: its time is no decoding.
+        # A decode worker may compute a short prompt; that time is not decoding.
         step_s = max(0.2 * work.step_s, work.step_s - num_prompt * before.token_s.value)
         after = replace(
             after,
@@ -276,7 +286,8 @@ def _of_traffic(before: Capacity, traffic: Traffic) -> Capacity:
 
 
 def _shares(before: Mean, amount: float, per: float) -> Mean:
-    """A share may jump from nothing to all, so that nothing is clipped."""
+    """Return the mean of a share with more evidence, without clipping: a share may jump from 0
+    to 1."""
     if per <= 0:
         return before
     keep = min(1.0, max(0.0, before.most - per) / before.per)
@@ -291,51 +302,55 @@ def _shares(before: Mean, amount: float, per: float) -> Mean:
 # ---- requests a second that workers carry
 
 LEAST_SLACK = 0.25
-"""Of a request's own prefill time: what a wait may always be. A target below what computing takes
-cannot be met by more workers; then the wait is kept short beside it."""
+"""Shortest wait that is allowed for, as a share of a request's own prefill time. More workers
+cannot meet a target below the computing time; the wait is then kept short in comparison."""
 
 OVER_ONE_STREAM = 1.25
-"""A decode step may take so much longer than one stream's, for the same reason."""
+"""Factor by which a decode step may always exceed the step of a single stream, for the same
+reason as LEAST_SLACK."""
 
 SQUARED_VARIATION = 1.0
-"""Of the time that prompts take: as spread as an exponential."""
+"""Squared coefficient of variation of the prefill time of prompts; 1: as of an exponential
+distribution."""
 
 _HALVINGS = 30
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What limits one worker, for the record."""
+    """Limits of one worker that the rates were computed from, for a decision's terms."""
 
     wait_s: float
-    """That a prompt may wait for a prefill worker, at the quantile."""
+    """Seconds that a prompt may wait for a prefill worker, at the target's quantile."""
     max_batch: float
-    """Streams of one decode worker."""
+    """Most streams of one decode worker."""
     batch_by: str
-    """What bounds them: "tpot", "blocks" or "max_num_running"."""
+    """The constraint that bounds `max_batch`: "tpot", "blocks" or "max_num_running"."""
     problems: tuple[str, ...] = ()
     """Targets that no number of workers meets."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Requests per second that 0, 1, 2 ... workers of each role carry; ascending."""
+    """Requests per second that 0, 1, 2 ... workers of each role carry within the targets, up to the
+    pool's maximum; ascending."""
 
     table: ByRole[tuple[float, ...]]
     bounds: Bounds
 
     def carried(self, workers: ByRole[int]) -> float:
-        """By both pools: what the smaller one carries."""
+        """Return the requests per second that both pools carry: the lower rate of the two."""
         return min(self.of(role, workers.of(role)) for role in Role)
 
     def of(self, role: Role, num: int) -> float:
-        """By `num` workers of one role, at most as many as there may be."""
+        """Return the requests per second that `num` workers of one role carry; beyond the pool's
+        maximum: what the maximum carries."""
         table = self.table.of(role)
         return table[min(num, len(table) - 1)]
 
     def needed(self, role: Role, rate: float) -> int:
-        """Fewest workers of one role that carry `rate`. Beyond what there may be: thought on in a
-        straight line, so that the record says how much is lacking."""
+        """Return the fewest workers of one role that carry `rate`. Beyond the pool's maximum the
+        number is extrapolated linearly, so that the decision's terms show how many are lacking."""
         table = self.table.of(role)
         index = bisect.bisect_left(table, rate)
         if index < len(table):
@@ -344,7 +359,7 @@ class Rates:
         return len(table) - 1 + math.ceil((rate - table[-1]) / each)
 
     def strained(self, strain: ByRole[float]) -> Rates:
-        """With each pool believed to carry less, by its factor."""
+        """Return the rates with each pool's divided by its strain."""
         return Rates(
             self.table.map(lambda role, table: tuple(r / strain.of(role) for r in table)),
             self.bounds,
@@ -352,7 +367,7 @@ class Rates:
 
 
 def rates_of(capacity: Capacity, targets: Targets, limits: ScaleLimits, priors: Priors) -> Rates:
-    """The tables, up to each pool's maximum."""
+    """Return the rates of up to each pool's maximum of workers."""
     prefill_s, step = capacity.prefill_s, capacity.decode
     problems = []
     wait_s = targets.ttft_s - prefill_s * math.log(1 / (1 - targets.quantile))
@@ -383,8 +398,15 @@ def rates_of(capacity: Capacity, targets: Targets, limits: ScaleLimits, priors: 
 
 
 def wait_s(num: int, utilisation: float, service_s: float, share: float) -> float:
-    """Seconds that `share` of the prompts wait at most, for `num` workers busy for so much of their
-    time (below 1); ascends with it."""
+    """Return the seconds that `share` of the prompts wait at most for a prefill worker; ascends
+    with `utilisation`.
+
+    Args:
+        num: prefill workers.
+        utilisation: share of time that they are busy; below 1.
+        service_s: mean seconds of computation of one prompt.
+        share: in (0, 1).
+    """
     is_waiting = utilisation ** (math.sqrt(2 * (num + 1)) - 1)
     if is_waiting <= 1 - share:
         return 0.0
@@ -422,7 +444,8 @@ def _max_batch(capacity: Capacity, targets: Targets, priors: Priors) -> tuple[fl
 def _decode_rate(num: int, capacity: Capacity, max_batch: float, share: float) -> float:
     if num == 0:
         return 0.0
-    # The mean batch m, of which `share` of the time m + z * sqrt(m / num) is not exceeded.
+    # The mean batch m with m + z * sqrt(m / num) = max_batch: the batch exceeds max_batch only in
+    # 1 - share of the time.
     z = max(0.0, NormalDist().inv_cdf(share))
     root = (math.sqrt(z * z / num + 4 * max_batch) - z / math.sqrt(num)) / 2
     batch = root * root
@@ -432,11 +455,12 @@ def _decode_rate(num: int, capacity: Capacity, max_batch: float, share: float) -
 # ---- pairs of worker counts
 
 _PART_OF_RATE = 1e-9
-"""Rates that differ by less are equal."""
+"""Relative difference up to which two rates count as equal."""
 
 
 def num_pairs(limits: ScaleLimits) -> tuple[int, int]:
-    """Pairs within the limits of both pools, and those of them that the budget allows."""
+    """Return the number of pairs within the limits of both pools, and how many of them the budget
+    allows."""
     num_decode = limits.decode.max_workers - limits.least.decode + 1
     num_affordable = sum(
         max(0, _most_decode(num, limits) - limits.least.decode + 1) for num in _prefills(limits)
@@ -445,7 +469,7 @@ def num_pairs(limits: ScaleLimits) -> tuple[int, int]:
 
 
 def most_carried(rates: Rates, limits: ScaleLimits) -> float:
-    """Requests a second that the best pair within limits and budget carries."""
+    """Return the requests per second that the best pair within limits and budget carries."""
     return max(
         rates.carried(ByRole(num, _most_decode(num, limits)))
         for num in _prefills(limits)
@@ -454,8 +478,8 @@ def most_carried(rates: Rates, limits: ScaleLimits) -> float:
 
 
 def is_allowed_pair(pair: ByRole[int], rates: Rates, limits: ScaleLimits) -> ByRole[int]:
-    """`pair`, or if a limit forbids it the next one to it; never more of one role and fewer of the
-    other at once: what is too much goes first."""
+    """Return `pair`, or a close pair within the limits if a limit forbids it. The result never has
+    more workers of one role and fewer of the other than `pair`: excess is removed first."""
     least = limits.least
 
     def raised(some: ByRole[int]) -> ByRole[int]:
@@ -463,7 +487,7 @@ def is_allowed_pair(pair: ByRole[int], rates: Rates, limits: ScaleLimits) -> ByR
 
     capped = pair.map(lambda role, num: min(num, limits.of(role).max_workers))
     if limits.devices(raised(capped)) > limits.budget:
-        # A pool below its minimum must find room, too.
+        # The room that a pool below its minimum needs must be free, too.
         return max(
             (
                 some
@@ -477,7 +501,7 @@ def is_allowed_pair(pair: ByRole[int], rates: Rates, limits: ScaleLimits) -> ByR
 
 
 def broken_limit(pair: ByRole[int], limits: ScaleLimits) -> str:
-    """The limit that `pair` breaks, for the record; one of them."""
+    """Return the name and value of a limit that `pair` breaks; the first one found."""
     for role in Role:
         of_role = limits.of(role)
         if pair.of(role) > of_role.max_workers:
@@ -496,8 +520,8 @@ def grown_pair(
     free_devices: int,
     most: int,
 ) -> ByRole[int]:
-    """`before` with at most `most` workers more, towards `needed`, as far as devices are free: each
-    one where it lets most requests through."""
+    """Return `before` grown towards `needed` by at most `most` workers, as far as devices are free.
+    Each worker goes to the pool that carries the lower rate."""
     pair = before
     for _ in range(most):
         fits = [
@@ -517,8 +541,8 @@ def grown_pair(
 def shrunk_pair(
     before: ByRole[int], towards: ByRole[int], rates: Rates, *, most: int
 ) -> ByRole[int]:
-    """`before` with at most `most` workers fewer, towards `towards`: each one where what is left
-    carries most."""
+    """Return `before` shrunk towards `towards` by at most `most` workers. Each step removes the
+    worker without which the rest carries most."""
     pair = before
     for _ in range(most):
         fewer = [
@@ -533,8 +557,9 @@ def shrunk_pair(
 def is_helped_by_move(
     before: ByRole[int], rates: Rates, limits: ScaleLimits, *, slack: float
 ) -> tuple[Role, ByRole[int]] | None:
-    """The pool that holds the other up, and the pair in which it has one worker more and the other
-    as many fewer as that takes, if that pair carries more by more than `slack`; else None."""
+    """Return the pool that is the bottleneck, and the pair in which it has one worker more and the
+    other pool gives up as many as the budget requires. None: that pair does not carry more than now
+    by more than `slack` (a share), or is not allowed."""
     role = min(Role, key=lambda role: (rates.of(role, before.of(role)), role.value))
     donor, pair = role.other, before.but(role, before.of(role) + 1)
     if pair.of(role) > limits.of(role).max_workers:
@@ -559,38 +584,38 @@ def _most_decode(num_prefill: int, limits: ScaleLimits) -> int:
 # ---- predicted load
 
 CLEAR_S = 30.0
-"""What waits shall be served within so long. Guessed: half of what a worker takes to start."""
+"""Seconds within which waiting requests shall be served. Guessed: half of a worker's start time."""
 
 MOST_TREND = 1.0
-"""A rising load is thought on to at most so much more than it is now, as a share."""
+"""Upper bound of the predicted growth, as a share of the present arrivals."""
 
 SURE = 2.0
-"""Standard deviations of chance by which a load must have risen."""
+"""Standard deviations by which the arrivals must have risen to count as a trend."""
 
 
 @dataclass(frozen=True)
 class PredictedLoad:
-    """In requests per second, and the workers that they need."""
+    """Load that the pools must be ready for, in requests per second, and the workers for it."""
 
     arriving: float
     trend: float
-    """More that will come, as it seems."""
+    """Predicted growth of the arrivals."""
     backlog: float
-    """More to serve, to clear what waits within CLEAR_S."""
+    """Additional rate that serves the waiting requests within CLEAR_S."""
     most: float
-    """That the best pair within limits and budget carries."""
+    """Rate that the best pair within limits and budget carries."""
     waiting: float
-    """Requests that wait for a worker, or at one."""
+    """Number of requests that wait for a worker, or at one."""
     wished: ByRole[int]
-    """Workers that all of it would need."""
+    """Fewest workers for the whole load, even beyond the limits."""
     needed: ByRole[int]
-    """Fewest workers for what can be carried."""
+    """Fewest workers for the load, or for `most` if that is less."""
     enough: ByRole[int]
-    """The same with the slack, and for the streams that run."""
+    """As `needed`, with the slack, and enough for the running streams."""
 
     @property
     def rate(self) -> float:
-        """All of it."""
+        """The whole load in requests per second."""
         return self.arriving + self.trend + self.backlog
 
 
@@ -603,10 +628,11 @@ def predict_load(
     limits: ScaleLimits,
     pace: Pace,
 ) -> PredictedLoad:
-    """
+    """Predict the load from an observation and the traffic before it.
+
     Args:
-        traffic: that of `seen`.
-        before: earlier traffic with its moment, oldest first, without a gap.
+        traffic: the traffic of `seen`.
+        before: earlier traffic with its time in seconds, oldest first, without a gap.
     """
     history = [*before, (seen.now_s, traffic)]
     now = _rate(history, seen.now_s, 0.0, pace.window_s)
@@ -640,14 +666,16 @@ def predict_load(
 def _rate(
     history: Sequence[tuple[float, Traffic]], now_s: float, from_s: float, to_s: float
 ) -> tuple[float, float]:
-    """Arrivals a second of what was seen between two ages, and the seconds that were."""
+    """Return the arrivals per second in the traffic aged `from_s` to `to_s` seconds, and the
+    seconds that this traffic covers."""
     seen = [traffic for at_s, traffic in history if from_s <= now_s - at_s < to_s]
     seconds = sum(traffic.elapsed_s for traffic in seen)
     return (sum(traffic.num_arrived for traffic in seen) / seconds if seen else 0.0), seconds
 
 
 def _trend(now: tuple[float, float], earlier: tuple[float, float], pace: Pace) -> float:
-    """0 unless it rose by more than chance and more than the slack does."""
+    """Return the predicted growth of the arrivals per second; 0 unless the rise exceeds both chance
+    and the slack. `now` and `earlier`: (arrivals per second, seconds covered)."""
     rise = now[0] - earlier[0]
     if earlier[0] <= 0:
         return 0.0
@@ -658,8 +686,8 @@ def _trend(now: tuple[float, float], earlier: tuple[float, float], pace: Pace) -
 
 
 def num_waiting(seen: Observations, traffic: Traffic, capacity: Capacity) -> float:
-    """Requests that wait: in routers, and at prefill workers, as their tokens tell it; less those
-    that are being computed."""
+    """Return the number of waiting requests: those in routers, and those at prefill workers,
+    estimated from their queued tokens, without one in computation at each worker."""
     pool = seen.pools.prefill
     num_tokens = sum(w.num_queued_tokens for w in pool.workers if not w.is_draining)
     at_workers = max(0.0, num_tokens / capacity.uncached_tokens - pool.num_ready)
@@ -667,8 +695,8 @@ def num_waiting(seen: Observations, traffic: Traffic, capacity: Capacity) -> flo
 
 
 def _backlog(seen: Observations, waiting: float, capacity: Capacity, rates: Rates) -> float:
-    """Of the requests that wait, those that the workers that serve do not take up in the time that
-    they may wait anyway."""
+    """Return the number of waiting requests that the present workers cannot serve within the
+    allowed wait."""
     serving = seen.pools.map(lambda _, pool: pool.num_ready)
     taken = rates.carried(serving) * (rates.bounds.wait_s + capacity.prefill_s)
     return max(0.0, waiting - taken)

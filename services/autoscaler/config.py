@@ -100,32 +100,33 @@ class ScaleLimits:
             )
 
     def of(self, role: Role) -> PoolLimits:
-        """Of one pool."""
+        """Return the limits of one pool."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property
     def scales_to_zero(self) -> bool:
-        """Whether there may be no worker at all."""
+        """Whether both pools may have no workers at all."""
         return self.prefill.min_workers == 0 and self.decode.min_workers == 0
 
     @property
     def least(self) -> ByRole[int]:
-        """Workers while anybody asks for anything: one of each at least, for one without the other
-        serves nobody."""
+        """Fewest workers of each role while there are requests; at least one, since a request needs
+        both roles."""
         return ByRole(max(1, self.prefill.min_workers), max(1, self.decode.min_workers))
 
     @property
     def budget(self) -> int:
-        """Devices; what both maxima take where none is set."""
+        """Devices that both pools may take together; without `budget_devices`: the devices of both
+        maxima."""
         most = self.devices(ByRole(self.prefill.max_workers, self.decode.max_workers))
         return min(most, self.budget_devices) if self.budget_devices else most
 
     def devices(self, workers: ByRole[int]) -> int:
-        """That so many workers take."""
+        """Return the number of devices that these workers take."""
         return workers.prefill * self.prefill.num_devices + workers.decode * self.decode.num_devices
 
     def allows(self, workers: ByRole[int]) -> bool:
-        """Whether so many may be asked for while anybody asks for anything."""
+        """Return whether these numbers are within all limits while there are requests."""
         return (
             all(
                 self.least.of(role) <= workers.of(role) <= self.of(role).max_workers

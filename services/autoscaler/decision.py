@@ -1,8 +1,9 @@
-"""Decision: the wanted numbers of workers of the two pools, and why: for the log, the metrics, and
-events of a Deployment. Carrying it out means to set `wanted` and to order `flips`, nothing else.
+"""Decision: a scaling decision, with the wanted numbers of workers of the two pools and the reason,
+as logs, metrics and events of a Deployment show it. To carry it out is to set `wanted` and to order
+`flips`.
 
-DecisionLog: the latest decisions with their outcomes; those that changed something are kept longer.
-Values; one asyncio loop.
+DecisionLog keeps the latest decisions with their outcomes; those that change something have a
+second list of their own, so they stay longer. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from services.autoscaler.signals import ByRole, Role
 
 
 class Direction(StrEnum):
-    """What is done; never two of them at once."""
+    """Kind of change that a decision makes; each decision has exactly one."""
 
     HOLD = "hold"
     UP = "up"
@@ -30,39 +31,41 @@ class Direction(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why; one word for metrics and events."""
+    """Reason of a decision, as one word for metrics and events."""
 
     STEADY = "steady"
-    """What there is suffices, and less might not."""
+    """The workers suffice, and fewer might not."""
     LOAD = "load"
-    """More or fewer workers are needed for what is asked."""
+    """The load needs more or fewer workers."""
     BALANCE = "balance"
-    """One pool needs what the other can spare, or what serves more under the same budget."""
+    """One pool needs a worker that the other can spare, or the same budget serves more with
+    another split."""
     LATENCY = "latency"
-    """Requests are late though the model says they should not be."""
+    """Latencies miss their targets although the capacity model says that the workers suffice."""
     IDLE = "idle"
-    """Nobody has asked for anything for long."""
+    """There has been no request for `pace.idle_s`, or there are no workers and no requests."""
     WAKE = "wake"
-    """There are no workers, and somebody waits."""
+    """There are no workers, and requests wait."""
     LIMITS = "limits"
-    """What is wanted now breaks a limit."""
+    """The present wanted numbers break a limit."""
     WAIT_UP = "wait_up"
-    """More are needed, but not for long enough yet."""
+    """More workers are needed, but not for long enough yet."""
     WAIT_DOWN = "wait_down"
-    """Fewer would suffice, but not for long enough yet, or too soon after the last change."""
+    """Fewer workers would suffice, but not for long enough yet, or the last change is too
+    recent."""
     BUDGET = "budget"
-    """More are needed, and the budget or a maximum does not allow them."""
+    """More workers are needed, and the budget or a pool's maximum does not allow them."""
     DEVICES = "devices"
-    """More are needed, and workers on their way out still hold the devices."""
+    """More workers are needed, and leaving workers still hold the devices."""
     STALE = "stale"
-    """Signals are too old, or there are none."""
+    """Signals are stale or missing."""
     INCOMPLETE = "incomplete"
-    """Workers that serve do not report, so none is taken away."""
+    """Workers that serve are missing in the registry, so no worker is removed."""
 
 
 @dataclass(frozen=True)
 class Flip:
-    """One worker that shall take the other role."""
+    """Order to one worker to take the other role."""
 
     worker_id: str
     to: Role
@@ -70,39 +73,40 @@ class Flip:
 
 @dataclass(frozen=True)
 class Decision:
-    """One outcome of the plan."""
+    """Result of one call of the plan."""
 
     at_s: float
-    """Of the observations' clock."""
+    """Time of the decision, by the observations' monotonic clock."""
     direction: Direction
     reason: Reason
     before: ByRole[int]
-    """Workers that were wanted when it was made."""
+    """Wanted workers before this decision."""
     wanted: ByRole[int]
-    """Workers that are wanted from now on, flips counted as done."""
+    """Wanted workers after this decision, flips counted as done."""
     flips: tuple[Flip, ...] = ()
     binding: str = ""
-    """The one constraint that kept it from being another: a limit, a target, a window."""
+    """The constraint (a limit, a target, a window) that decided; empty: none."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """What it was made from, by name; units are in the names, roles before the dot."""
+    """Figures that the decision was made from, by name. Names contain units; a role comes before
+    the dot."""
     num_candidates: int = 0
-    """Pairs (prefill, decode) within the limits of both pools."""
+    """Number of pairs (prefill, decode) of worker counts within the limits of both pools."""
     num_affordable: int = 0
-    """Of them, those within the budget."""
+    """Number of those pairs within the device budget."""
     notes: tuple[str, ...] = ()
-    """Short sentences for people: what is still believed rather than seen, and what is wrong."""
+    """Short sentences for people: figures still taken from the priors, and problems."""
 
     @property
     def is_action(self) -> bool:
-        """Whether anything is to be done."""
+        """Whether the decision changes anything."""
         return self.direction is not Direction.HOLD
 
     def change(self, role: Role) -> int:
-        """Workers more (or fewer) than before."""
+        """Return the change of the wanted workers of `role`; negative: fewer."""
         return self.wanted.of(role) - self.before.of(role)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; the names are those of the fields."""
+        """Return plain values for `json.dumps`, by field name."""
         return {
             "at_s": round(self.at_s, 3),
             "direction": self.direction.value,
@@ -118,11 +122,11 @@ class Decision:
         }
 
     def to_json_line(self) -> str:
-        """The same, as one line."""
+        """Return `to_json` as one line of text."""
         return json.dumps(self.to_json(), allow_nan=False)
 
     def line(self) -> str:
-        """For people: one line."""
+        """Return a one-line summary for people."""
 
         def pool(role: Role) -> str:
             before, wanted = self.before.of(role), self.wanted.of(role)
@@ -138,23 +142,23 @@ class Decision:
 
 
 class ActionOutcome(StrEnum):
-    """The result of carrying out a decision."""
+    """Outcome of carrying out a decision."""
 
     NOTHING = ""
-    """There was nothing to do."""
+    """The decision changes nothing."""
     DONE = "done"
     ORDERED = "ordered"
     """Workers were told to flip; their answers are logged later."""
     FAILED = "failed"
     NOT_LEADER = "not_leader"
-    """Another autoscaler acts."""
+    """This autoscaler is not the leader."""
     ADVISED = "advised"
-    """Another system carries it out (act=false)."""
+    """Another system carries out the decision (act=false)."""
 
 
 @dataclass(frozen=True)
 class DecisionRecord:
-    """One decision."""
+    """Decision with its wall-clock time and its outcome."""
 
     decided_unix_ms: int
     decision: Decision
@@ -162,7 +166,7 @@ class DecisionRecord:
     problem: str = ""
 
     def to_proto(self) -> autoscaler_pb2.ScalingDecision:
-        """For whoever asks."""
+        """Return the record as the gRPC message."""
         return autoscaler_pb2.ScalingDecision(
             decided_unix_ms=self.decided_unix_ms,
             direction=self.decision.direction.value,
@@ -175,18 +179,18 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """See the module."""
+    """The latest decisions in memory, those that act in a second list, and counters since start."""
 
     def __init__(self, num_kept: int) -> None:
         self._all: deque[DecisionRecord] = deque(maxlen=num_kept)
         self._actions: deque[DecisionRecord] = deque(maxlen=num_kept)
         self.counts: Counter[tuple[str, str]] = Counter()
-        """Since start, by direction and reason."""
+        """Number of decisions since start, by direction and reason."""
         self.outcomes: Counter[str] = Counter()
-        """Of those that were to act."""
+        """Number of outcomes since start, of decisions that act; also the ends of flips."""
 
     def add(self, record: DecisionRecord) -> None:
-        """The newest."""
+        """Append the newest record."""
         decision = record.decision
         self._all.append(record)
         self.counts[decision.direction.value, decision.reason.value] += 1
@@ -196,10 +200,14 @@ class DecisionLog:
 
     @property
     def last(self) -> DecisionRecord | None:
-        """The newest; None: none yet."""
+        """The newest record; None: there is none yet."""
         return self._all[-1] if self._all else None
 
     def newest(self, num: int, *, only_actions: bool = False) -> list[DecisionRecord]:
-        """At most `num` (0: all that are kept), newest first."""
+        """Return at most `num` records (0: all that are kept), newest first.
+
+        Args:
+            only_actions: only decisions that act.
+        """
         kept = list(self._actions if only_actions else self._all)[::-1]
         return kept[:num] if num else kept

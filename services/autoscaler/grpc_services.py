@@ -33,19 +33,20 @@ _AutoscalerContext = grpc.aio.ServicerContext[Any, Any]
 
 
 MAX_REQUEST_BYTES = 64 * 1024
-"""A name, a namespace and a ScaledObject's metadata have some hundred bytes."""
+"""Largest request. The names and the metadata of a ScaledObject take some hundred bytes."""
 
 _DECISION_BYTES = 8 * 1024
-"""That one decision takes in a reply, generously: its JSON, with every term, has some 2 KiB."""
+"""Upper estimate of the size of one decision in a reply; its JSON with all terms has about
+2 KiB."""
 
 
 def max_reply_bytes(num_decisions_kept: int) -> int:
-    """For a reply with all decisions."""
+    """Return the maximal size of a reply with all kept decisions."""
     return _DECISION_BYTES * max(64, num_decisions_kept)
 
 
 def callers() -> PublicPortLimits:
-    """Bounds of a port with small requests: few of them at once, by few."""
+    """Return the limits of the autoscaler's port: few callers, and few small requests at once."""
     return PublicPortLimits(
         lambda method, context: context.peer().rpartition(":")[0],
         MemoryBudget(16 * MAX_REQUEST_BYTES, wait_s=2.0),
@@ -56,16 +57,17 @@ def callers() -> PublicPortLimits:
 
 
 class AutoscalerServicer:
-    """See the module."""
+    """The gRPC service baton.v1.Autoscaler."""
 
     def __init__(
         self,
         answer: Callable[[autoscaler_pb2.GetDecisionsRequest], autoscaler_pb2.GetDecisionsReply],
     ) -> None:
+        """answer: makes the reply to a request."""
         self._answer = answer
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the method."""
+        """Register the service at a server that has not started."""
         add: Any = autoscaler_pb2_grpc.add_AutoscalerServicer_to_server
         add(self, server)
 
@@ -73,7 +75,7 @@ class AutoscalerServicer:
     async def GetDecisions(
         self, request: autoscaler_pb2.GetDecisionsRequest, context: _AutoscalerContext
     ) -> autoscaler_pb2.GetDecisionsReply:
-        """The last decisions."""
+        """Return the latest decisions and the present state of the pools."""
         return self._answer(request)
 
 
@@ -82,25 +84,25 @@ class AutoscalerServicer:
 _ScalerContext = grpc.aio.ServicerContext[Any, Any]
 
 _STREAM_LOOK_S = 30.0
-"""A stream says that it still holds after so long without a change."""
+"""Longest time in seconds between two checks of a stream without a notification."""
 
 
 class ExternalScaler:
-    """See the module."""
+    """The gRPC service externalscaler.ExternalScaler of KEDA: the wanted numbers of workers."""
 
     def __init__(self, wanted: Callable[[], ByRole[int]]) -> None:
-        """wanted: workers of each role, by the leader. Raises: Unavailable saying why nobody knows
-        them."""
+        """wanted: returns the leader's wanted number of workers of each role; raises Unavailable
+        with the reason while it is not known."""
         self._wanted = wanted
         self._changed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the methods."""
+        """Register the service at a server that has not started."""
         add: Any = externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server
         add(self, server)
 
     def changed(self) -> None:
-        """What is wanted may be another."""
+        """Notify the open streams that the wanted numbers may have changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -108,15 +110,21 @@ class ExternalScaler:
     async def IsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> externalscaler_pb2.IsActiveResponse:
-        """Whether there shall be workers at all."""
+        """Return whether any workers of the role are wanted.
+
+        Raises: InvalidArgument for a bad role; Unavailable while the wanted number is unknown.
+        """
         return externalscaler_pb2.IsActiveResponse(result=self._number(_role(request)) > 0)
 
     @rpc.streaming
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> AsyncGenerator[externalscaler_pb2.IsActiveResponse, None]:
-        """The same at once, and whenever it changes. A while without a leader ends no stream: KEDA
-        would come back after up to a minute."""
+        """Send IsActive at once and at each change. The stream stays open while there is no leader
+        for a time, since KEDA may take up to a minute to open it again.
+
+        Raises: InvalidArgument for a bad role; Unavailable while the first value is unknown.
+        """
         role = _role(request)
         told: bool | None = None
         while True:
@@ -138,7 +146,10 @@ class ExternalScaler:
     async def GetMetricSpec(
         self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> externalscaler_pb2.GetMetricSpecResponse:
-        """One worker for each that is wanted."""
+        """Return the metric of the role, with the target 1 for each replica.
+
+        Raises: InvalidArgument for a bad role.
+        """
         spec = externalscaler_pb2.MetricSpec(
             metricName=_name(_role(request)), targetSize=1, targetSizeFloat=1.0
         )
@@ -148,7 +159,11 @@ class ExternalScaler:
     async def GetMetrics(
         self, request: externalscaler_pb2.GetMetricsRequest, context: _ScalerContext
     ) -> externalscaler_pb2.GetMetricsResponse:
-        """How many are wanted."""
+        """Return the wanted number of workers of the role.
+
+        Raises: InvalidArgument for a bad role; NotFound for another metric's name; Unavailable
+            while the wanted number is unknown.
+        """
         role = _role(request.scaledObjectRef)
         if request.metricName not in ("", _name(role)):
             raise NotFound(f"no metric {request.metricName[:128]!r}; there is {_name(role)!r}")

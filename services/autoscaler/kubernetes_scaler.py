@@ -1,18 +1,19 @@
-"""KubernetesScaler: the pods of two Deployments, scaled by `/scale`.
+"""KubernetesScaler: the Scaler of a cluster. It scales two Deployments of workers by their `/scale`
+subresource.
 
-    wanted   the Deployments' replicas, flipped pods counted where they are
+    wanted   the Deployments' replicas; a flipped pod counts for its present role
     ready    pods whose readiness probe holds
-    leaving  pods that are being deleted, and still there
+    leaving  pods that are being deleted and still exist
 
-Kubernetes chooses which pod a smaller Deployment loses. So the pods to remove first get the lowest
-deletion cost, and pods that still have one from a failed removal lose it. Each write names the
-version that was read: a change by another party in between makes the write fail instead of being
-undone.
+Kubernetes chooses which pod a shrinking Deployment loses. So the pods to remove first get the
+lowest deletion cost, and a pod that still has one from a failed removal loses it. Each change of a
+scale names the version that was read: a change by another party in between makes the write fail
+instead of being undone.
 
-KubernetesApi: the few calls of the API server that this needs, each bounded in time, each error one
-line. It uses the official client, which is imported when the first KubernetesApi is made. That
-client blocks, so every call runs in a thread; a call that changes something asks a fence in that
-thread right before it is sent. Used by one asyncio loop.
+KubernetesApi: the few calls to the API server that scaling and leader election need. Each call has
+a timeout, and each error is one line. The official client is imported when the first KubernetesApi
+is made. It blocks, so every call runs in a thread; a scaling call checks its fence in that thread
+right before it is sent. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ Result = TypeVar("Result")
 
 _MAX_SAID_CHARS = 200
 _MANY = 2000
-"""Pods of one list; more than any release has."""
+"""Limit of one list of pods; more than any release has."""
 
 
 def import_client() -> Any:
-    """The official client's module; the first time takes seconds. Raises: SettingsError."""
+    """Return the module of the official client; the first import takes seconds.
+
+    Raises: SettingsError when the client is not installed.
+    """
     try:
         from kubernetes import client
     except ImportError as error:
@@ -56,7 +60,7 @@ def import_client() -> Any:
 
 
 class ApiError(BatonError):
-    """The API server said no, or nothing; `status` is the HTTP status, 0: there was none."""
+    """The API server refused a call or did not answer. `status`: the HTTP status; 0: no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -64,10 +68,13 @@ class ApiError(BatonError):
 
 
 class KubernetesApi:
-    """See the module."""
+    """Client of the Kubernetes API server for one namespace."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
-        """Raises: SettingsError where the client is not installed, or knows no API server."""
+        """
+        Raises: SettingsError when the official client is not installed, or when no API server or no
+            namespace is known.
+        """
         client = import_client()
         self._timeout_s = settings.api_timeout_s
         self._rest_error = client.exceptions.ApiException
@@ -78,7 +85,10 @@ class KubernetesApi:
         self._leases: Any = client.CoordinationV1Api(self._client)
 
     async def scale(self, deployment: str) -> tuple[int, str]:
-        """How many replicas a Deployment shall have, and the version of that. Raises: ApiError."""
+        """Return a Deployment's wanted replicas and the resource version that was read.
+
+        Raises: ApiError.
+        """
         read = self._apps.read_namespaced_deployment_scale
         found = await self._call(
             f"reading the scale of {deployment}", lambda **k: read(deployment, self.namespace, **k)
@@ -88,8 +98,10 @@ class KubernetesApi:
     async def set_scale(
         self, deployment: str, replicas: int, version: str, fence: Callable[[], None]
     ) -> None:
-        """Ask for so many replicas, unless somebody changed the Deployment after `version` was
-        read. Raises: ApiError; what `fence` raises."""
+        """Set a Deployment's wanted replicas, if its resource version is still `version`.
+
+        Raises: ApiError, with status 409 after another change; what `fence` raises.
+        """
         patch = self._apps.patch_namespaced_deployment_scale
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
         await self._call(
@@ -99,7 +111,10 @@ class KubernetesApi:
         )
 
     async def pods(self, selector: str) -> list[Any]:
-        """The pods that carry these labels. Raises: ApiError."""
+        """Return the pods that the label selector selects.
+
+        Raises: ApiError, also when it selects more than 2,000.
+        """
         read = self._core.list_namespaced_pod
         found = await self._call(
             "listing pods",
@@ -110,7 +125,10 @@ class KubernetesApi:
         return list(found.items)
 
     async def annotate_pod(self, pod: str, key: str, value: str, fence: Callable[[], None]) -> None:
-        """Set one annotation of a pod. Raises: ApiError; what `fence` raises."""
+        """Set one annotation of a pod.
+
+        Raises: ApiError; what `fence` raises.
+        """
         patch = self._core.patch_namespaced_pod
         body = {"metadata": {"annotations": {key: value}}}
         await self._call(
@@ -118,12 +136,18 @@ class KubernetesApi:
         )
 
     async def create_event(self, body: dict[str, Any], fence: Callable[[], None]) -> None:
-        """Raises: ApiError; what `fence` raises."""
+        """Create an Event.
+
+        Raises: ApiError; what `fence` raises.
+        """
         create = self._core.create_namespaced_event
         await self._call("creating an event", lambda **k: create(self.namespace, body, **k), fence)
 
     async def lease(self, name: str) -> Any | None:
-        """The Lease of that name; None: there is none. Raises: ApiError."""
+        """Return the Lease of that name; None: there is none.
+
+        Raises: ApiError.
+        """
         read = self._leases.read_namespaced_lease
         try:
             return await self._call(
@@ -135,19 +159,25 @@ class KubernetesApi:
             raise
 
     async def create_lease(self, body: dict[str, Any]) -> None:
-        """Raises: ApiError, with status 409 when somebody was first."""
+        """Create a Lease.
+
+        Raises: ApiError, with status 409 when it exists already.
+        """
         create = self._leases.create_namespaced_lease
         await self._call("creating the lease", lambda **k: create(self.namespace, body, **k))
 
     async def replace_lease(self, name: str, body: dict[str, Any]) -> None:
-        """Of the version in `body`. Raises: ApiError, with status 409 when it is another by now."""
+        """Replace a Lease, if its resource version is still the one in `body`.
+
+        Raises: ApiError, with status 409 when the version has changed.
+        """
         replace = self._leases.replace_namespaced_lease
         await self._call(
             f"writing lease {name}", lambda **k: replace(name, self.namespace, body, **k)
         )
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await asyncio.to_thread(self._client.close)
 
     async def _call(
@@ -171,13 +201,13 @@ class KubernetesApi:
             ) from error
         except BatonError:
             raise
-        except Exception as error:  # urllib3's many, and our own timeout
+        except Exception as error:  # urllib3's many kinds, and the timeout above
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ApiError(f"{what}: no answer of the API server: {problem[:200]}") from error
 
 
 def _reason(error: Any) -> str:
-    """Status and, where the server gave one, its own sentence."""
+    """Return the HTTP status, its reason and, if there is one, the server's message; one line."""
     try:
         said = json.loads(error.body or "{}").get("message", "")
     except (ValueError, AttributeError):
@@ -187,7 +217,10 @@ def _reason(error: Any) -> str:
 
 
 def _connection(settings: KubernetesSettings) -> tuple[Any, str]:
-    """The client's configuration, and the namespace. Raises: SettingsError."""
+    """Return the client's configuration and the namespace.
+
+    Raises: SettingsError when no API server or no namespace is known.
+    """
     if not settings.api_url:
         try:
             found, namespace = kubernetes_config.load()
@@ -201,7 +234,7 @@ def _connection(settings: KubernetesSettings) -> tuple[Any, str]:
 
     found = client.Configuration()
     found.host = settings.api_url
-    found.retries = False  # the caller tries again, with what is true by then
+    found.retries = False  # the caller tries again, with the then current state
     try:
         return found, settings.namespace or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -217,18 +250,23 @@ logger = logging.getLogger(__name__)
 COMPONENT = "app.kubernetes.io/component"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LEAVE_FIRST = -1000
-"""Below every pod's own cost, which is 0; the first to leave has the lowest."""
+"""Upper bound of the deletion costs that are set here; far below the default cost, 0. The pod to
+remove first gets the lowest."""
 _MAX_NOTE_CHARS = 1000
-"""Of an event; Kubernetes takes 1,024."""
+"""Longest message of an Event; Kubernetes allows 1,024."""
 
 
 class KubernetesScaler:
-    """See the module."""
+    """Scaler of the two Deployments of a release in Kubernetes."""
 
     def __init__(
         self, api: KubernetesApi, settings: KubernetesSettings, autoscaler_id: str
     ) -> None:
-        """`api` is closed with this one. autoscaler_id: whom events name."""
+        """
+        Args:
+            api: closed by `close`.
+            autoscaler_id: reporting host of the Events.
+        """
         self._api = api
         self._settings = settings
         self._id = autoscaler_id
@@ -269,7 +307,7 @@ class KubernetesScaler:
                     role, -change, units=units, asked=asked, roles=roles, leave_first=leave_first
                 )
                 homes = gone.homes
-                # Of a removal that failed: they would leave with those that are chosen now.
+                # Pods marked by a failed removal would leave instead of those chosen now.
                 for worker_id in sorted(marked - set(gone.worker_ids)):
                     await self._api.annotate_pod(worker_id, DELETION_COST, "0", fence)
                 for index, worker_id in enumerate(gone.worker_ids):
@@ -285,7 +323,8 @@ class KubernetesScaler:
             raise ScalerError(str(error)) from error
 
     async def announce(self, decision: Decision, outcome: str, problem: str, fence: Fence) -> None:
-        """An event on each Deployment that the decision is about."""
+        """Create an Event at each Deployment that the decision changes or, after a failure, at
+        both. An Event that cannot be created is logged."""
         for role, deployment in self._deployments.items():
             if decision.change(role) or problem:
                 body = self._event(deployment, decision, problem)
@@ -332,16 +371,17 @@ def _units(pods: Sequence[Any]) -> list[Unit]:
 
 
 def _is_marked(pod: Any) -> bool:
-    """Whether it was told to leave first, and is still there."""
+    """Return whether the pod has a deletion cost set here, and is not being deleted."""
     try:
         cost = int((pod.metadata.annotations or {}).get(DELETION_COST, 0))
-    except ValueError:  # somebody else's
+    except ValueError:  # set by another party
         return False
     return cost < _LEAVE_FIRST and pod.metadata.deletion_timestamp is None
 
 
 def _unit(pod: Any) -> Unit | None:
-    """None: the pod is over (evicted, for instance), and its Deployment has another for it."""
+    """Return the worker of a pod; None: it is no worker's pod, or it has ended (evicted, for
+    instance) and its Deployment has replaced it."""
     try:
         home = Role((pod.metadata.labels or {})[COMPONENT])
     except (KeyError, ValueError):

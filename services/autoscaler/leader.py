@@ -1,14 +1,15 @@
-"""Who of several autoscalers acts, or says what is wanted: the holder of a Lease in Kubernetes.
+"""LeaseLeader: leader election among replicas of the autoscaler by a Lease in Kubernetes. The
+holder of the Lease acts; the others follow.
 
     follower -> leader    the Lease is free, or was not renewed for its whole duration
-    leader   -> follower  it was not renewed for `renew_s`, or somebody else has it
+    leader   -> follower  the Lease was not renewed for `renew_s`, or another replica holds it
 
-A leader acts only while `left_s` is above 0: counted from the moment in which the last renewal that
-succeeded was SENT, and shorter than the time after which another may take the Lease. A follower
-counts the other's time from when it saw the last renewal. So clocks need not agree, only run
-equally fast, and two never act at once. What the leader publishes travels in the Lease, with each
-renewal: nobody else can write there, and who follows reads it anyway. One asyncio loop; `left_s`
-may be read by any thread.
+A leader acts only while `left_s` is above 0. `left_s` counts from the time at which the last
+successful renewal was sent, and ends before another replica may take the Lease. A follower counts
+the Lease's duration from when it first saw the last renewal. So the clocks of two replicas need not
+agree, only run equally fast, and two replicas never act at once. The leader's published text
+travels in an annotation of the Lease with each renewal: followers read the Lease anyway, and only
+its holder writes it. One asyncio loop; `left_s` may be read by any thread.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ logger = logging.getLogger(__name__)
 
 
 PUBLISHED = "baton.internal/published"
-"""Annotation of the Lease: what its holder publishes."""
+"""Annotation of the Lease with the text that its holder publishes."""
 
 
 class Leadership(Protocol):
-    """Whether this autoscaler may act."""
+    """Interface of leader election: whether this autoscaler may act."""
 
     @property
     def left_s(self) -> float:
-        """For so long it may act, if nothing is heard any more; 0: not now."""
+        """Seconds for which this autoscaler may act without a further renewal; 0: it may not."""
 
     @property
     def led_s(self) -> float:
-        """For so long it has led without a break; 0: it does not."""
+        """Seconds for which this autoscaler has led without a break; 0: it does not lead."""
 
     @property
     def heard(self) -> str:
-        """What another that leads has published; empty: nothing, or none does."""
+        """Text that the present leader, another replica, has published; empty: there is none."""
 
     @property
     def problem(self) -> str:
-        """Why it cannot be known; empty: it is."""
+        """Why the leadership cannot be determined; empty: no problem."""
 
     def start(self) -> None: ...
     async def stop(self) -> None: ...
 
 
 class Alone:
-    """The only autoscaler there is."""
+    """Leadership of the only autoscaler: it always leads."""
 
     left_s = math.inf
     led_s = math.inf
@@ -65,14 +66,14 @@ class Alone:
     problem = ""
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def stop(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class LeaseLeader:
-    """See the module."""
+    """Leadership by a Lease, which a background task takes and renews."""
 
     def __init__(
         self,
@@ -84,8 +85,13 @@ class LeaseLeader:
         publish: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`api` stays its owner's. on_change: told of each change, in the loop. publish: asked with
-        each renewal what those who follow shall hear."""
+        """
+        Args:
+            api: not closed here.
+            on_change: called in the loop at each change, with whether this autoscaler leads.
+            publish: called at each renewal; returns the text for the followers, or "".
+            clock: monotonic, in seconds.
+        """
         self._api = api
         self._settings = settings
         self._id = autoscaler_id
@@ -93,15 +99,17 @@ class LeaseLeader:
         self._publish = publish
         self._clock = clock
         self._has_asked = False
-        """The Lease may be ours: it was asked for, whatever was heard of that."""
+        """Whether a request to take the Lease was ever sent, answered or not: the Lease may be
+        held by this autoscaler."""
         self._renewed_s = -math.inf
         self._since_s = math.inf
         self._was_leader = False
         self._seen = ("", "")
-        """Holder and version of the Lease, as last seen."""
+        """Holder and resource version of the Lease when it was last read."""
         self._seen_s = -math.inf
         self._heard = ("", 0.0)
-        """What that holder has published, and for how long it is true."""
+        """Text that this holder has published, and the seconds from `_seen_s` for which it is
+        valid."""
         self._task: asyncio.Task[None] | None = None
         self.problem = ""
 
@@ -122,11 +130,12 @@ class LeaseLeader:
         return said if self._clock() < self._seen_s + lasts_s else ""
 
     def start(self) -> None:
-        """Begin to take or renew it."""
+        """Start the task that takes and renews the Lease."""
         self._task = start_task(self._run(), "leadership")
 
     async def stop(self) -> None:
-        """Act no more, then let the Lease go, so that another need not wait for it."""
+        """End the leadership and release the Lease, so that another replica need not wait for its
+        expiry."""
         await end_tasks([self._task])
         self._renewed_s = -math.inf
         if self._has_asked:
@@ -137,7 +146,10 @@ class LeaseLeader:
         self._tell()
 
     async def try_once(self) -> None:
-        """Take the Lease if it may be taken, renew it if it is ours. Raises: ApiError."""
+        """Take the Lease if it is free or has expired, or renew it if this autoscaler holds it.
+
+        Raises: ApiError.
+        """
         sent_s = self._clock()
         lease = await self._api.lease(self._settings.lease_name)
         if lease is None:
@@ -160,8 +172,9 @@ class LeaseLeader:
         self._lead(sent_s)
 
     async def _create(self) -> None:
-        """The chart makes the Lease, so that it goes with the release, and lets the autoscaler
-        create none: a Lease that it created while the release is removed would stay.
+        """Create the Lease. The Helm chart makes the Lease, so that it is removed with the release,
+        and does not allow the autoscaler to create one: a Lease created during the removal of the
+        release would stay. The call then fails with an error that explains this.
 
         Raises: ApiError.
         """
@@ -178,7 +191,10 @@ class LeaseLeader:
             ) from error
 
     async def _let_go(self) -> None:
-        """Raises: ApiError."""
+        """Release the Lease if this autoscaler holds it.
+
+        Raises: ApiError.
+        """
         for is_again in (False, True):
             lease = await self._api.lease(self._settings.lease_name)
             if lease is None or _holder(lease) != self._id:
@@ -187,7 +203,7 @@ class LeaseLeader:
                 body = self._body(lease, holder="")
                 return await self._api.replace_lease(self._settings.lease_name, body)
             except ApiError as error:
-                # 409, once: what our end left under way has just arrived.
+                # 409, once: a renewal that was in flight at `stop` has just arrived.
                 if is_again or error.status != 409:
                     raise
 
@@ -202,7 +218,7 @@ class LeaseLeader:
                 await self.try_once()
                 self.problem = ""
             except ApiError as error:
-                # 409: somebody was faster; whoever it was is seen the next time.
+                # 409: another replica was faster; the next read shows it.
                 if error.status != 409:
                     if not self.problem:
                         logs.event(logger, "lease_failed", level=logging.WARNING, why=str(error))
@@ -222,7 +238,12 @@ class LeaseLeader:
             self._on_change(is_leader)
 
     def _body(self, lease: Any | None, holder: str) -> dict[str, Any]:
-        """What to write over `lease`, in exactly the version that was read."""
+        """Return the Lease to write in place of `lease`, if its version is still the one read.
+
+        Args:
+            lease: as read; None: the Lease is to be created.
+            holder: the new holder's id; empty: the Lease is released.
+        """
         now = _timestamp()
         metadata: dict[str, Any] = {
             "name": self._settings.lease_name,
@@ -230,7 +251,7 @@ class LeaseLeader:
         }
         annotations: dict[str, str] = {}
         if lease is not None:
-            # A replacement is whole: what the chart wrote (labels, helm's annotations) stays.
+            # A replacement is complete, so it must keep the chart's labels and annotations.
             metadata["labels"] = lease.metadata.labels or {}
             annotations = dict(lease.metadata.annotations or {})
         annotations.pop(PUBLISHED, None)
@@ -275,11 +296,12 @@ def _duration_s(lease: Any) -> float:
 
 
 def _told(lease: Any, name: str) -> Any:
-    """A field of its spec; None: it says nothing, as one that somebody made by hand may."""
+    """Return a field of the Lease's spec; None: it is not set, as in a Lease made by hand."""
     return getattr(lease.spec, name, None)
 
 
 def _timestamp(at: datetime.datetime | None = None) -> str:
-    """As Kubernetes writes times with microseconds, all six digits of them."""
+    """Return `at` (None: now) in the format of Kubernetes' MicroTime: UTC with six digits of
+    microseconds."""
     at = at or datetime.datetime.now(datetime.UTC)
     return at.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

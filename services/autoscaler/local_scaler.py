@@ -1,6 +1,5 @@
-"""LocalScaler: the workers of `baton up`, started and stopped by the service beside its supervisor.
-
-Knows that service's messages and no process. One asyncio loop.
+"""LocalScaler: the Scaler of `baton up`. It asks the LocalScale gRPC service of `baton up` to list,
+start and stop worker processes. It starts no process itself. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -22,10 +21,14 @@ Reply = TypeVar("Reply")
 
 
 class LocalScaler:
-    """See the module."""
+    """Scaler of the worker processes of `baton up`."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        """address: host:port or unix:path of the service. timeout_s: of one call."""
+        """
+        Args:
+            address: host:port or unix:path of the LocalScale service.
+            timeout_s: of one call.
+        """
         self._channel = rpc.channel(address)
         self._stub = local_scale_pb2_grpc.LocalScaleStub(self._channel)
         self._timeout_s = timeout_s
@@ -60,7 +63,7 @@ class LocalScaler:
             await self._answer(self._stub.StopWorkers(stop, timeout=self._timeout_s))
 
     async def announce(self, decision: Decision, outcome: str, problem: str, fence: Fence) -> None:
-        """Nobody watches but the log, which has it."""
+        """Do nothing: the autoscaler's log has the decision already."""
 
     async def close(self) -> None:
         """See Scaler."""
@@ -86,5 +89,6 @@ class LocalScaler:
 
 
 def _asked(units: Sequence[Unit]) -> Mapping[Role, int]:
-    """Each worker that was asked for has a process, starting at least."""
+    """Return the number of workers that were asked for, by home. Each of them has a process, at
+    least a starting one."""
     return Counter(unit.home for unit in units if unit.state is not UnitState.LEAVING)

@@ -1,8 +1,9 @@
-"""What an autoscaler's /metrics shows: the pools as they are and as they shall be, decisions by
-reason, how old its signals are, and the figures that a decision was made from.
+"""Prometheus metrics of the autoscaler: the actual and the wanted sizes of the pools, decisions by
+reason, the age of the signals, and the figures that the last decision was made from.
 
-Read in the event loop at a scrape. Labels are few and known. docs/metrics.md has them all; the
-wanted workers are what an HPA scales by, which adds up all that it finds: one replica shows them.
+The metrics are made in the event loop at each scrape. Labels have few, known values;
+docs/metrics.md lists all metrics. An HPA scales by the wanted workers and adds up what all replicas
+show, so only the leader shows them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from services.autoscaler.signals import ByRole, Observations, Role
 
 _OUTCOMES = ("done", "ordered", "failed", "not_leader", "advised")
 _NEVER_S = 1e9
-"""Shown for the age of a signal that there is none of; more than any real one."""
+"""Age in seconds shown for a signal that is missing; more than any real age."""
 
 SILENCE_S = 60.0
-"""A replica that comes to lead shows for so long nothing that is added up: what the one before it
-showed last is still true for whoever scrapes, until he scrapes again. No metric changes no pool."""
+"""Seconds for which a new leader does not show the wanted workers yet: Prometheus may still hold
+the last values of the leader before it, and the HPA would add both up. A missing metric changes no
+pool."""
 
 
 def read(
@@ -36,12 +38,18 @@ def read(
     is_leader: bool,
     num_problems: int,
 ) -> Sequence[Metric]:
-    """All metrics, now. wanted: workers of each role; None: this one does not say."""
+    """Return all metrics.
+
+    Args:
+        observations: the last ones; None: there are none yet.
+        wanted: wanted workers of each role; None: this replica does not show them.
+        num_problems: present problems.
+    """
     return list(_read(labels, records, observations, wanted, is_leader, num_problems))
 
 
 def silent(labels: Labels) -> Sequence[Metric]:
-    """When the loop does not answer."""
+    """Return the metrics for a scrape that the event loop did not answer."""
     return [gauge("baton_up", "1 while the process answers.", labels, 0)]
 
 

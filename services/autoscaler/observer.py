@@ -1,14 +1,14 @@
-"""Observer: makes the plan's observations from the registry in Redis and from the scaler.
+"""Observer: makes the plan's observations from the registry in Redis and from the Scaler.
 
-The registry has an entry of each worker and router. The age of an entry follows from its heartbeat
-by Redis' clock. An entry without a heartbeat, or with the heartbeat of another life of the process,
-is left out; one that cannot be read is reported as a problem.
+The registry has an entry for each worker and router. The age of an entry follows from its heartbeat
+by Redis' clock. An entry without a heartbeat, or with the heartbeat of another incarnation of the
+process, is left out; one that cannot be read is reported as a problem.
 
-Processes count since their start. The observer turns these counts into what happened since the
-last observation, for each life of a process: one that started since then counts from 0, and one
-that was there but was not seen contributes nothing yet. While Redis is away the last observation
-stands and ages, and the traffic is unknown. Its only state is the last observation. One asyncio
-loop.
+The counters of a process count since its start. The observer turns them into differences since the
+last observation, separately for each incarnation: a router that started since then counts from 0;
+a process that is older but was not seen before contributes nothing yet. While Redis does not
+answer, the last observation stays and ages, and the traffic is unknown. The only state is the last
+observation. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from services.autoscaler.signals import (
 
 
 class _Entry(Protocol):
-    """What both kinds of entries have."""
+    """Field that the registry entries of workers and routers share."""
 
     incarnation: str
 
 
 _SLICE = 16
-"""Entries parsed at a time: about 2 ms."""
+"""Entries parsed between two yields to the event loop; about 2 ms."""
 
 Status = TypeVar("Status", bound=_Entry)
 
 
 @dataclass(frozen=True)
 class LiveEntry(Generic[Status]):
-    """One live entry."""
+    """Registry entry of a worker or router with a heartbeat. `age_s`: seconds since it."""
 
     entry_id: str
     status: Status
@@ -63,7 +63,7 @@ class LiveEntry(Generic[Status]):
 
 @dataclass(frozen=True)
 class RegistryLook:
-    """All of them."""
+    """All live entries of the registry at one time."""
 
     workers: tuple[LiveEntry[common_pb2.WorkerStatus], ...] = ()
     routers: tuple[LiveEntry[router_status_pb2.RouterStatus], ...] = ()
@@ -76,7 +76,14 @@ async def look_at_registry(
     *,
     beat_ttl_ms: int = registry.BEAT_TTL_MS,
 ) -> RegistryLook:
-    """beat_ttl_ms: how long a beat lasts. Raises: Unavailable when Redis does not answer."""
+    """Read the live entries of all workers and routers from Redis.
+
+    Args:
+        timeout_s: of the whole call.
+        beat_ttl_ms: lifetime of a heartbeat's key.
+
+    Raises: Unavailable when Redis does not answer.
+    """
     problems: list[str] = []
     try:
         async with asyncio.timeout(timeout_s):
@@ -109,7 +116,7 @@ async def _read_entry(
     found = []
     for index, entry_id in enumerate(ids):
         if index % _SLICE == _SLICE - 1:
-            await asyncio.sleep(0)  # others ask this process things, too
+            await asyncio.sleep(0)  # let other tasks of the loop run
         beat, left_ms = beats[2 * index], beats[2 * index + 1]
         if beat is None or left_ms <= 0:
             continue
@@ -129,16 +136,16 @@ async def _read_entry(
 # ---- observations from looks
 
 Life = tuple[str, str]
-"""Id and incarnation."""
+"""Id and incarnation of a worker or router."""
 
 _ROLE_KEPT_S = 15.0
-"""How long a worker without heartbeat counts where it was: longer than a step or a pause of Redis
-may make it late, shorter than a new life of it takes to start."""
+"""Seconds for which a worker without a heartbeat keeps its role: longer than a step or a pause of
+Redis may delay the heartbeat, shorter than a restart of the worker."""
 
 
 @dataclass(frozen=True)
 class ObservationInputs:
-    """What is looked at together."""
+    """Inputs of one observation."""
 
     now_s: float
     registry: RegistryLook | None
@@ -146,14 +153,19 @@ class ObservationInputs:
     scale: ByRole[PoolScale] | None
     """None: the scaler does not answer."""
     flipping: Mapping[str, Role]
-    """Workers told to take that role, and not there yet."""
+    """Workers that were told to take another role and have not yet taken it, by id."""
 
 
 class Observer:
-    """See the module."""
+    """Maker of observations, with the last one as its state."""
 
     def __init__(self, model: str, can_flip: Callable[[common_pb2.WorkerStatus], bool]) -> None:
-        """model: whose workers and traffic; empty: of the only one that routers serve."""
+        """
+        Args:
+            model: the model whose workers and traffic are observed; empty: the only one that the
+                routers serve.
+            can_flip: whether a worker may be told to take the other role.
+        """
         self._model = model
         self._can_flip = can_flip
         self._looked_s: float | None = None
@@ -161,24 +173,25 @@ class Observer:
         self._scale: ByRole[PoolScale] | None = None
         self._scale_s = -math.inf
         self._roles: dict[str, tuple[Role, float]] = {}
-        """And when each was seen last."""
+        """For each worker its role, and when its heartbeat was last seen."""
         self._work: dict[Life, Work] = {}
         self._traffic: dict[Life, router_status_pb2.ModelTraffic] | None = None
         self.problems: tuple[str, ...] = ()
-        """What is not as it should be, as of the last look."""
+        """Problems found by the last observation, in words."""
 
     @property
     def registry(self) -> RegistryLook:
-        """The last look that succeeded."""
+        """The last successful read of the registry."""
         return self._registry
 
     def roles(self, flipping: Mapping[str, Role]) -> dict[str, Role]:
-        """Of every worker of the model that is registered, or was just now: one whose heartbeat is
-        late is still what it was. Flips count as done."""
+        """Return the role of each worker of the model that is registered or was so within the last
+        15 seconds. Flips count as done."""
         return {name: flipping.get(name, role) for name, (role, _) in self._roles.items()}
 
     def leave_first(self) -> list[str]:
-        """Workers by what they have to do, least first: who may go with least harm."""
+        """Return the ids of the workers by load, least first: the order in which they should be
+        removed."""
 
         def load(beaten: LiveEntry[common_pb2.WorkerStatus]) -> tuple[int, int, int]:
             status = beaten.status
@@ -188,7 +201,7 @@ class Observer:
         return [beaten.entry_id for beaten in sorted(self._workers(), key=load)]
 
     def take(self, registry: RegistryLook | None, now_s: float) -> None:
-        """A look at the registry: what `roles` and `leave_first` speak of from here on."""
+        """Update `roles` and `leave_first` from a read of the registry; None: they stay."""
         if registry is None:
             return
         self._registry = registry
@@ -200,7 +213,8 @@ class Observer:
         self._roles = kept
 
     def observe(self, seen: ObservationInputs) -> Observations:
-        """What the plan is told. `take` had `seen.registry` already."""
+        """Return the observations for the plan. The caller has passed `seen.registry` to `take`
+        before."""
         problems: list[str] = list(self._registry.problems)
         if seen.scale is not None:
             self._scale, self._scale_s = seen.scale, seen.now_s
@@ -357,12 +371,14 @@ def _traffic_of(
 
 
 def _asked(traffic: router_status_pb2.ModelTraffic) -> int:
-    """Requests that workers could serve."""
+    """Return the number of requests that arrived, without the rejected ones (over a rate limit, or
+    invalid), which more workers would not serve either."""
     return traffic.num_arrived - traffic.num_rejected
 
 
 def _histogram(before: router_status_pb2.Durations, now: router_status_pb2.Durations) -> Histogram:
-    """What a router says in a way that makes no sense counts as nothing measured."""
+    """Return the histogram of the durations since `before`; empty if a router reports an invalid
+    one."""
     counts = list(now.counts)
     if list(before.bounds_s) == list(now.bounds_s) and len(before.counts) == len(counts):
         counts = [max(0, b - a) for a, b in zip(before.counts, counts, strict=True)]
@@ -373,7 +389,10 @@ def _histogram(before: router_status_pb2.Durations, now: router_status_pb2.Durat
 
 
 def _sum(parts: Iterable[Traffic]) -> Traffic:
-    """All routers together. Raises: ValueError when their histograms differ."""
+    """Return the traffic of all routers together.
+
+    Raises: ValueError when the bounds of their histograms differ.
+    """
     total: Traffic | None = None
     for part in parts:
         if total is None:

@@ -1,37 +1,37 @@
-"""plan: the number of prefill and decode workers. One pure function of the observations, the
-settings, and the state that it returned last (`PlanState`); the simulator and the running
-autoscaler call the same.
+"""plan: the autoscaling policy. One pure function that returns the wanted numbers of prefill and
+decode workers from the observations, the settings, and the state of its last call (`PlanState`).
+The simulator and the running autoscaler call the same function.
 
 The first rule that applies decides:
 
-1. the scaler does not report the wanted sizes: nothing is done;
-2. the wanted sizes break a limit: they are corrected, whatever the load, `max_removed_workers` at
+1. the Scaler does not report the wanted sizes: no change;
+2. the wanted sizes break a limit: they are corrected at any load, at most `max_removed_workers` at
    once; no worker is removed while workers that serve are missing in the registry;
-3. signals are stale or missing: nothing is done;
+3. signals are stale or missing: no change;
 4. there are no workers, and requests wait: workers are added at once;
-5. no request has come for `idle_s`, and workers report no work: they are removed, where zero is
-   allowed;
-6. a pool has lacked workers for `up_s`: one of the other pool, which has not needed it for
-   `flip_s`, is flipped; else workers are added where devices are free; else, when the same devices
-   would carry more by more than the slack, one is removed from the pool that has too many (by a
-   flip, or to make room);
-7. a pool has had too many for `down_s`, also at the load with the slack, and none of its workers
-   was starting meanwhile: one is removed.
+5. there has been no request for `idle_s`, and workers report no work: all workers are removed, if
+   the limits allow zero;
+6. a pool has lacked workers for `up_s`: a worker of the other pool, which has not needed it for
+   `flip_s`, is flipped; else workers are added as far as devices are free; else, when the same
+   devices would carry more by more than the slack, the other pool gives up workers (by a flip, or
+   by a removal that makes room);
+7. a pool has had too many workers for `down_s`, even for the load with the slack, and none of its
+   workers was starting meanwhile: workers are removed, at most `max_removed_workers` at once.
 
-It does not swing: it adds for what was needed at every observation of `up_s`, and removes what was
-not needed, with the slack, at any observation of `down_s`. While every measurement stays within e
-of its mean and (1 + e) / (1 - e) < 1 + slack, nothing that it adds can become too many.
+The plan does not oscillate: it adds what was needed at every observation of `up_s`, and removes
+what was not needed, with the slack, at any observation of `down_s`. While every measurement stays
+within a share e of its mean and (1 + e) / (1 - e) < 1 + slack, no added worker becomes one too
+many.
 
-**Pressure**: a correction where latencies miss their targets although the model says that the
-workers suffice. The pool that causes it is assumed to carry less, by a factor (strain) that makes
-it need one more worker, and that fades while requests are in time. Only where more workers can
-help: not for a pool that is hardly busy, incomplete, or just changed.
+**Pressure** (`press`): a correction for latencies that miss their targets although the capacity
+model says that the workers suffice. The pool at fault is assumed to carry less, by a factor
+(strain) that makes it need one more worker, and that fades while the targets are met. There is no
+correction where more workers would not help: for a pool that is hardly busy, has starting or
+leaving workers, or has just changed.
 
 `check_decision` recomputes the invariants before a decision is returned: limits and budget, one
 direction, and flips that conserve the number of workers. `PlanState` holds no more than the longest
-window needs; an autoscaler that loses the leadership drops it.
-
-Knows no Redis, no Kubernetes and no clock. Pure; any thread.
+window needs. Any thread.
 """
 
 from __future__ import annotations
@@ -53,77 +53,80 @@ from services.autoscaler.config import START_S, Pace, Priors, ScaleLimits, Targe
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.signals import ByRole, Histogram, Observations, Pool, Role, Traffic, Worker
 
-# ---- state between looks
+# ---- state between observations
 
 
 @dataclass(frozen=True)
 class PastLook:
-    """What one look found: the traffic, and what it asks of the pools."""
+    """Record of one earlier observation: the traffic, and the workers that it needed."""
 
     at_s: float
     traffic: Traffic
     needed: ByRole[int]
-    """Fewest workers for it."""
+    """Fewest workers for the load."""
     enough: ByRole[int]
-    """Fewest workers for it and the slack; so many more may be given away."""
+    """Fewest workers for the load with the slack; workers beyond these may be removed."""
     waiting: float = 0.0
-    """Requests that waited then."""
+    """Number of requests that waited."""
     helped: Role | None = None
-    """The pool that, with a worker of the other, would have the same devices serve more by more
-    than the slack."""
+    """The pool to which a worker of the other should move, so that the same devices carry more by
+    more than the slack; None: neither."""
 
 
 @dataclass(frozen=True)
 class PlanState:
-    """See the module. `PlanState()` has seen nothing."""
+    """State of the plan between two calls. `PlanState()` is the state before the first observation.
+    All times are of the observations' clock, in seconds."""
 
     looks: tuple[PastLook, ...] = ()
-    """Oldest first, without a gap: signals that were stale end them."""
+    """Records of earlier observations, oldest first, without a gap: stale signals clear them."""
     since_s: float | None = None
-    """Since when signals came without a gap."""
+    """Start of the present period without a gap in the signals; None: there is none."""
     capacity: Capacity | None = None
     strain: ByRole[float] = ByRole(1.0, 1.0)  # noqa: RUF009  a frozen value
-    """By how much each pool carries less than its model says; at least 1."""
+    """Factor by which each pool is assumed to carry less than the capacity model says; at
+    least 1."""
     strained_at_s: float = float("-inf")
     complete_since_s: float | None = None
-    """Since when all workers that are wanted serve, and none is leaving."""
+    """Since when all wanted workers serve, and none is leaving or flipping; None: not now."""
     starting_since_s: ByRole[float | None] = ByRole(None, None)  # noqa: RUF009  a frozen value
-    """Since when workers of the pool have been starting; None: none is."""
+    """Since when workers of each pool have been starting; None: no worker is starting."""
     started_at_s: ByRole[float] = ByRole(float("-inf"), float("-inf"))  # noqa: RUF009  likewise
-    """When a worker of the pool was last seen starting, if it had not been for longer than
-    START_S. From here on it counts for how long fewer workers have sufficed."""
+    """When a worker of each pool was last seen starting, not counting one that has been starting
+    for longer than START_S. The window of `down_s` begins no earlier than this."""
     carried_since_s: float | None = None
-    """Since when the model says that what is wanted carries all that is asked, and nothing has
-    piled up."""
+    """Since when, by the capacity model, the wanted workers carry the load and there is no backlog;
+    None: not now."""
     idle_since_s: float | None = None
+    """Since when there has been no request; None: there are requests."""
     up_at_s: float = float("-inf")
     down_at_s: float = float("-inf")
     flip_at_s: float = float("-inf")
     wanted: ByRole[int] | None = None
-    """After the last decision."""
+    """Wanted workers after the last decision."""
 
     @property
     def changed_at_s(self) -> float:
-        """When anything was last done."""
+        """Time of the last change of any kind."""
         return max(self.up_at_s, self.down_at_s, self.flip_at_s)
 
     def covers(self, now_s: float, span_s: float) -> bool:
-        """Whether signals came without a gap for so long."""
+        """Return whether there has been no gap in the signals for `span_s` seconds."""
         return self.since_s is not None and now_s - self.since_s >= span_s
 
     def after(self, now_s: float, span_s: float) -> Sequence[PastLook]:
-        """The looks of the last `span_s` seconds, the newest one always."""
+        """Return the records of the last `span_s` seconds, and always the newest one."""
         found = [look for look in self.looks if now_s - look.at_s <= span_s]
         return found or self.looks[-1:]
 
     def add(self, look: PastLook, *, keep_s: float) -> PlanState:
-        """With one look more; those older than `keep_s` are forgotten."""
+        """Return the state with one more record, without those older than `keep_s` seconds."""
         kept = (old for old in self.looks if look.at_s - old.at_s <= keep_s)
         since_s = look.at_s if self.since_s is None else self.since_s
         return replace(self, looks=(*kept, look), since_s=since_s)
 
     def blind(self) -> PlanState:
-        """Signals are missing: what was asked before is no history of now."""
+        """Return the state after a gap in the signals: the windows begin anew."""
         return replace(
             self,
             looks=(),
@@ -134,16 +137,18 @@ class PlanState:
         )
 
     def fewest(self, now_s: float, span_s: float) -> ByRole[int]:
-        """Workers that were needed at every look of the span; 0 while it is not covered."""
+        """Return the workers that every observation of the span needed; 0 while the span is not
+        covered."""
         return self._over(now_s, span_s, min, 0, lambda look: look.needed)
 
     def most(self, now_s: float, span_s: float, uncovered: int) -> ByRole[int]:
-        """Workers that were enough at every look of the span; `uncovered` while it is not
-        covered."""
+        """Return the workers that were enough at every observation of the span; `uncovered` while
+        the span is not covered."""
         return self._over(now_s, span_s, max, uncovered, lambda look: look.enough)
 
     def helped(self, now_s: float, span_s: float) -> Role | None:
-        """The pool that a move would have helped at every look of the span."""
+        """Return the pool to which a worker should have moved by every observation of the span;
+        None: no such pool, or the span is not covered."""
         if not self.covers(now_s, span_s):
             return None
         found = {look.helped for look in self.after(now_s, span_s)}
@@ -166,8 +171,8 @@ class PlanState:
 
 
 def latencies(traffics: Sequence[Traffic]) -> tuple[Histogram, Histogram]:
-    """Times to the first token, and between two, of several looks together; of those with the
-    newest one's bounds."""
+    """Return the histograms of TTFT and TPOT over several observations, oldest first. Those with
+    other bounds than the newest are left out."""
     ttft, tpot = Histogram(), Histogram()
     for traffic in reversed(traffics):
         if not ttft.bounds_s or traffic.ttft.bounds_s == ttft.bounds_s:
@@ -180,44 +185,46 @@ def latencies(traffics: Sequence[Traffic]) -> tuple[Histogram, Histogram]:
 # ---- correction by missed latencies
 
 FEWEST_SAMPLES = 20
-"""Requests; of fewer the quantile is chance."""
+"""Fewest requests for a quantile; of fewer the quantile is chance."""
 
 BUSY = 0.5
-"""Of what a pool carries: below it the pool is not what requests wait for. So strain is never much
-more than its inverse."""
+"""Share of the rate that a pool carries. Below this load requests do not wait for the pool. So
+strain is never much more than the inverse."""
 
 ENOUGH_STRAIN = 1.05
-"""Of what makes the pool need one worker more: it must still need it some looks later."""
+"""Margin above the strain at which the pool needs one more worker, so that it still needs the
+worker some observations later."""
 
 HALF_LIFE_S = 900.0
-"""In which strain fades to half, while requests are in time."""
+"""Seconds in which strain fades to half while the targets are met."""
 
 FULL = 0.05
-"""Share of free blocks, or of streams below the most, with which prompts wait for decode, not for
+"""Share of free blocks, or of free places for streams, below which prompts wait for decode, not for
 prefill."""
 
 SHORT_WAIT = 0.1
-"""Of the target: where requests wait less than this (by Little's law, from how many do), a late
-first token comes of something else."""
+"""Share of the TTFT target. Where requests wait less than this (by Little's law, from the number of
+waiting requests), a late first token has another cause."""
 
 
 @dataclass(frozen=True)
 class Pressure:
-    """What was measured, and what it means."""
+    """Measured latencies and the strain that follows from them."""
 
     strain: ByRole[float]
     role: Role | None = None
-    """The pool that was just believed to carry less."""
+    """The pool whose strain this observation raised; None: neither."""
     late: tuple[str, ...] = ()
     """Targets that are missed: "ttft", "tpot"."""
     ttft_s: float | None = None
     tpot_s: float | None = None
-    """At the targets' quantile; None: too few."""
+    """TTFT and TPOT at the targets' quantile, in seconds; None: too few requests."""
     note: str = ""
+    """Why more workers would not help; empty: they may."""
 
     @property
     def is_in_time(self) -> bool:
-        """Whether something was measured, and no target was missed."""
+        """Whether a latency was measured and no target was missed."""
         return not self.late and not (self.ttft_s is None and self.tpot_s is None)
 
 
@@ -230,12 +237,13 @@ def press(
     targets: Targets,
     limits: ScaleLimits,
 ) -> Pressure:
-    """What latencies say.
+    """Compare the measured latencies with the targets, and raise the strain of the pool at fault.
 
     Args:
-        recent: looks since `ready_since`; empty: nothing is told now.
-        rates: as the model has them, without strain.
-        strain: so far.
+        recent: records since `ready_since`; empty: nothing can be concluded now.
+        load: the predicted load, without strain.
+        rates: of the capacity model, without strain.
+        strain: before this observation.
     """
     ttft, tpot = latencies([look.traffic for look in recent])
     ttft_s = ttft.quantile(targets.quantile) if ttft.total >= FEWEST_SAMPLES else None
@@ -271,7 +279,7 @@ def _futile(
     recent: Sequence[PastLook],
     targets: Targets,
 ) -> str:
-    """Why more workers would not help; empty: they may."""
+    """Return why more workers would not help; empty: they may."""
     what = " and ".join(late)
     if load.rate < BUSY * carried:
         return f"{what} late, but {role.value} is not busy: more workers would not help"
@@ -282,14 +290,14 @@ def _futile(
 
 
 def faded(strain: ByRole[float], passed_s: float) -> ByRole[float]:
-    """After so long in time."""
+    """Return the strain after `passed_s` seconds in which the targets were met."""
     keep = 0.5 ** (passed_s / HALF_LIFE_S)
     return strain.map(lambda _, factor: 1.0 + (factor - 1.0) * keep)
 
 
 def ready_since(state: PlanState, pace: Pace) -> float | None:
-    """From when on latencies are those of the workers that are wanted now, without what had piled
-    up before; None: not yet."""
+    """Return the time from which latencies are those of the present wanted workers, without the
+    effect of an earlier backlog; None: not yet."""
     if state.complete_since_s is None or state.carried_since_s is None:
         return None
     since_s = max(state.complete_since_s, state.carried_since_s, state.changed_at_s)
@@ -297,7 +305,8 @@ def ready_since(state: PlanState, pace: Pace) -> float | None:
 
 
 def _to_blame(seen: Observations, late: Sequence[str], rates: Rates) -> Role:
-    """A late first token is prefill's, unless decode has no room for further streams."""
+    """Return the pool at fault: decode for a late TPOT; for a late TTFT prefill, unless decode has
+    no room for more streams."""
     if "tpot" in late:
         return Role.DECODE
     workers = [w for w in seen.pools.decode.workers if not w.is_draining and w.num_blocks]
@@ -314,84 +323,85 @@ def _to_blame(seen: Observations, late: Sequence[str], rates: Rates) -> Role:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What was seen and what is allowed."""
+    """Input of one decision: observations, settings and state."""
 
     seen: Observations
     limits: ScaleLimits
     pace: Pace
     state: PlanState
     before: ByRole[int]
-    """Workers that are wanted now."""
+    """Wanted workers before the decision."""
 
     def hold(self, reason: Reason, binding: str = "") -> Decision:
-        """Nothing is done."""
+        """Return a decision that changes nothing."""
         return self.to(self.before, Direction.HOLD, reason, binding)
 
     def to(
         self, wanted: ByRole[int], direction: Direction, reason: Reason, binding: str = ""
     ) -> Decision:
-        """So many are wanted."""
+        """Return a decision for `wanted` workers, without flips."""
         return Decision(self.seen.now_s, direction, reason, self.before, wanted, (), binding)
 
     @property
     def free_devices(self) -> int:
-        """Of the budget, beside what is wanted, serves, or is still leaving."""
+        """Devices of the budget that no wanted, serving or leaving worker holds."""
         present = self.seen.pools.map(lambda _, pool: pool.num_present)
         return self.limits.budget - self.limits.devices(present)
 
     @property
     def may_remove(self) -> bool:
-        """Whether the last removal is long enough ago, and no flip is under way."""
+        """Whether the last removal is at least `down_cooldown_s` ago, and no flip is pending."""
         since_s = self.seen.now_s - self.state.down_at_s
         return since_s >= self.pace.down_cooldown_s and not self.seen.num_flipping
 
     def num_reporting(self, role: Role) -> int:
-        """Workers with a fresh beat that are not leaving."""
+        """Return the number of workers with a fresh heartbeat that are not draining."""
         return sum(
             not worker.is_draining and worker.age_s <= self.pace.stale_s
             for worker in self.seen.pools.of(role).workers
         )
 
     def num_serving(self, role: Role) -> int:
-        """Workers that surely serve: the scaler and the registry both say so."""
+        """Return the number of workers that serve by both the Scaler and the registry."""
         return min(self.seen.pools.of(role).num_ready, self.num_reporting(role))
 
     def num_on_their_way(self, role: Role) -> int:
-        """Workers that say that they drain: towards their end or another role, and which of the
-        two only they know."""
+        """Return the number of workers that report that they drain, to end or to change their role;
+        the report does not say which."""
         return sum(
             worker.is_draining and worker.age_s <= self.pace.stale_s
             for worker in self.seen.pools.of(role).workers
         )
 
     def num_missing(self, role: Role) -> int:
-        """Workers that serve, says the scaler, and of which the registry has no fresh beat."""
+        """Return the number of workers that serve by the Scaler but have no fresh heartbeat."""
         pool = self.seen.pools.of(role)
         return max(0, min(pool.wanted, pool.num_ready) - self.num_reporting(role))
 
     def unreported(self) -> str:
-        """Of which pool workers are missing, in words; empty: of none."""
+        """Return in words which pool has workers without a heartbeat (`num_missing`); empty:
+        none."""
         missing = [role.value for role in Role if self.num_missing(role)]
         return f"{missing[0]} workers that serve do not report" if missing else ""
 
 
 @dataclass(frozen=True)
 class LoadEstimate:
-    """What the load asks, and from what that was reckoned."""
+    """The predicted load of one observation, and what it was computed from."""
 
     load: PredictedLoad
     rates: Rates
     pressure: Pressure
     capacity: Capacity
     helped: tuple[Role, ByRole[int]] | None
-    """See `pairs.helped_by_move`; None also while there is nothing to help."""
+    """See `capacity_model.is_helped_by_move`; None also while the wanted workers carry the load."""
 
 
-# ---- terms of a decision, for the record
+# ---- terms and notes of a decision
 
 
 def observed_levels(seen: Observations, limits: ScaleLimits) -> Mapping[str, float]:
-    """What is there, known also without any traffic."""
+    """Return the terms that are known without traffic: budget, workers, free blocks."""
     found: dict[str, float] = {"budget_devices": limits.budget}
     for role in Role:
         pool = seen.pools.of(role)
@@ -406,7 +416,7 @@ def observed_levels(seen: Observations, limits: ScaleLimits) -> Mapping[str, flo
 
 
 def decision_terms(asked: LoadEstimate) -> Mapping[str, float]:
-    """What the load is, what workers do, and what that needs; rates per second, times in
+    """Return the terms of the load, the capacity and the workers needed; rates per second, times in
     seconds."""
     load, capacity, rates = asked.load, asked.capacity, asked.rates
     a, b = capacity.decode.line
@@ -438,8 +448,8 @@ def decision_terms(asked: LoadEstimate) -> Mapping[str, float]:
 
 
 def decision_notes(asked: LoadEstimate) -> tuple[str, ...]:
-    """What is still believed rather than seen, targets that cannot be met, and why latencies that
-    are missed lead to nothing."""
+    """Return the notes: figures that are still priors, targets that cannot be met, and why missed
+    latencies lead to no change."""
     missing = asked.capacity.missing
     return (
         *([f"from settings, not seen yet: {', '.join(missing)}"] if missing else []),
@@ -452,7 +462,10 @@ def decision_notes(asked: LoadEstimate) -> tuple[str, ...]:
 
 
 def check_decision(decision: Decision, limits: ScaleLimits) -> None:
-    """Raises: Internal naming the rule that a decision breaks: a mistake of the plan's."""
+    """Check the invariants of a decision.
+
+    Raises: Internal naming the broken invariant: a bug in the plan.
+    """
     problem = _direction_problem(decision) or _limits_problem(decision, limits)
     if problem:
         raise Internal(f"the plan broke its own rule ({problem}): {decision.to_json_line()}")
@@ -483,7 +496,7 @@ def _limits_problem(decision: Decision, limits: ScaleLimits) -> str:
         num, change = wanted.of(role), decision.change(role)
         if change > 0 and num > limits.of(role).max_workers:
             return f"more {role.value} workers than max_workers"
-        # What was there before the limits were set is put right step by step.
+        # Workers from before a change of the limits are corrected step by step.
         if change < 0 and num < min(least.of(role), decision.before.of(role)) and not is_none:
             return f"fewer {role.value} workers than min_workers"
     is_more = decision.direction in (Direction.UP, Direction.FLIP)
@@ -495,14 +508,15 @@ def _limits_problem(decision: Decision, limits: ScaleLimits) -> str:
 # ---- changes of a pool
 
 _MANY = 1 << 30
-"""Workers that no pool has: nothing can be spared."""
+"""More workers than any pool has: no worker can be spared."""
 
 STRAINED = 1.05
-"""A pool is believed to carry less by so much: what it lacks, it lacks for its latencies."""
+"""Strain above which the reason of an addition is the latency."""
 
 
 def first_workers(case: PlanInput, traffic: Traffic, asked: LoadEstimate) -> Decision | None:
-    """There is nobody, which is allowed: until somebody waits."""
+    """Return the decision of rule 4 while no workers are wanted: none until a request comes, then
+    the first workers. None: the rule does not apply."""
     if case.before != ByRole(0, 0):
         return None
     if not traffic.num_open and not traffic.num_arrived:
@@ -524,7 +538,7 @@ def first_workers(case: PlanInput, traffic: Traffic, asked: LoadEstimate) -> Dec
 
 
 def no_workers(case: PlanInput) -> Decision | None:
-    """Nobody has asked for anything for long, and there may be none."""
+    """Return the removal of all workers by rule 5; None: the rule does not apply."""
     since_s, idle_s = case.state.idle_since_s, case.pace.idle_s
     if since_s is None or not case.limits.scales_to_zero or case.seen.now_s - since_s < idle_s:
         return None
@@ -532,7 +546,7 @@ def no_workers(case: PlanInput) -> Decision | None:
 
 
 def change(case: PlanInput, asked: LoadEstimate) -> Decision:
-    """There are workers, and somebody uses them."""
+    """Return the decision of rules 6 and 7, for pools that are in use."""
     pace, now_s = case.pace, case.seen.now_s
     needed = case.state.fewest(now_s, pace.up_s)
     lacking = [role for role in Role if needed.of(role) > case.before.of(role)]
@@ -584,7 +598,8 @@ def _more(
 
 
 def _moved(case: PlanInput, asked: LoadEstimate) -> Decision | None:
-    """The same devices would serve more by more than the slack, for a while already."""
+    """Return a flip or a removal that lets the same devices carry more by more than the slack.
+    None: it would not at every observation of `flip_s`, or it is not possible now."""
     role = case.state.helped(case.seen.now_s, case.pace.flip_s)
     if asked.helped is None or asked.helped[0] is not role:
         return None
@@ -594,9 +609,9 @@ def _moved(case: PlanInput, asked: LoadEstimate) -> Decision | None:
 
 
 def _room(case: PlanInput, role: Role, num: int) -> Decision | None:
-    """The other pool gives up `num` workers, as many as may go at once, for `role`; None: not now,
-    or one can be flipped some looks later. The next look finds their devices free, when they
-    are."""
+    """Return the removal of `num` workers of the other pool, at most `max_removed_workers`, whose
+    devices a later decision gives to `role`. None: not possible now, or a worker can be flipped
+    some observations later."""
     if not case.may_remove or case.num_missing(role.other) or _able(case, role):
         return None
     if case.num_on_their_way(role.other):
@@ -607,7 +622,8 @@ def _room(case: PlanInput, role: Role, num: int) -> Decision | None:
 
 
 def _flip(case: PlanInput, role: Role, binding: str) -> Decision | None:
-    """One worker of the other pool takes `role`: the one with the least to do; None: not now."""
+    """Return the flip of the least loaded worker of the other pool to `role`; None: not possible
+    now."""
     since_s, able = case.seen.now_s - case.state.flip_at_s, _able(case, role)
     if (
         not able
@@ -624,8 +640,9 @@ def _flip(case: PlanInput, role: Role, binding: str) -> Decision | None:
 
 
 def _able(case: PlanInput, role: Role) -> list[Worker]:
-    """Workers of the other pool that could take `role`, if not now. None while those that it must
-    keep do not all serve: one that is wanted may never come."""
+    """Return the workers of the other pool that can take `role`, now or later. Empty unless more
+    workers of that pool serve than its minimum: a wanted worker that does not serve yet may never
+    start."""
     limits, donor = case.limits, role.other
     if case.num_serving(donor) <= limits.least.of(donor):
         return []
@@ -677,7 +694,7 @@ def _fewer(case: PlanInput, asked: LoadEstimate) -> Decision:
 
 
 def _bound(case: PlanInput, asked: LoadEstimate) -> str:
-    """What keeps the pools from what is wished."""
+    """Return the limit that keeps the pools from the wished numbers."""
     for role in Role:
         if asked.load.wished.of(role) > case.limits.of(role).max_workers == case.before.of(role):
             return f"{role.value}.max_workers {case.limits.of(role).max_workers}"
@@ -698,9 +715,13 @@ def plan(
     pace: Pace,
     priors: Priors,
 ) -> tuple[Decision, PlanState]:
-    """One decision, and what to remember for the next.
+    """Return the decision for one observation, and the state for the next call.
 
-    Raises: Internal when it broke one of its own invariants: a mistake of ours.
+    Args:
+        seen: the observation; its times never go back.
+        state: as returned by the last call.
+
+    Raises: Internal when the decision breaks an invariant: a bug in the plan.
     """
     before = seen.pools.map(lambda _, pool: pool.wanted)
     remarks: list[str] = []
@@ -708,7 +729,7 @@ def plan(
         remarks.append(
             f"what is wanted was changed elsewhere: {_pair(state.wanted)} became {_pair(before)}"
         )
-        # Whoever did it had a reason: every window begins anew.
+        # The other party had a reason for its change: every window begins anew.
         state = replace(state, since_s=seen.now_s, complete_since_s=None)
     case = PlanInput(seen, limits, pace, state, before)
     decision = _without_load(case, targets, priors)
@@ -728,7 +749,7 @@ def plan(
     return decision, _remembering(state, decision)
 
 
-# ---- what does not depend on the load
+# ---- rules that do not depend on the load
 
 
 def _without_load(case: PlanInput, targets: Targets, priors: Priors) -> Decision | None:
@@ -744,8 +765,9 @@ def _without_load(case: PlanInput, targets: Targets, priors: Priors) -> Decision
 
 
 def _put_right(case: PlanInput, rates: Rates) -> Decision:
-    """What is wanted breaks a limit. Which role a flipped worker has, only the registry knows: as
-    long as workers that serve are missing there, it may only seem so, and nobody goes."""
+    """Return the correction of wanted numbers that break a limit. Only the registry has the roles
+    of flipped workers: while workers that serve are missing there, the numbers may be wrong, and no
+    worker is removed."""
     limits, before = case.limits, case.before
     wanted, broken = (
         capacity_model.is_allowed_pair(before, rates, limits),
@@ -777,7 +799,7 @@ def _blindness(case: PlanInput) -> str:
     return ""
 
 
-# ---- what does
+# ---- rules that depend on the load
 
 
 def _with_load(case: PlanInput, targets: Targets, priors: Priors) -> tuple[Decision, PlanState]:
@@ -839,10 +861,10 @@ def _capacity(state: PlanState, priors: Priors) -> Capacity:
 
 
 def _timed(seen: Observations, traffic: Traffic, state: PlanState, pace: Pace) -> PlanState:
-    """Since when everybody serves, and since when nobody asks."""
+    """Return the state with `complete_since_s` and `idle_since_s` updated."""
     pools = [seen.pools.of(role) for role in Role]
     is_complete = not seen.num_flipping and not any(p.num_starting or p.num_draining for p in pools)
-    # Routers whose beats have lapsed are not in the traffic, and may serve on.
+    # Routers whose heartbeats have lapsed are not in the traffic, and may still serve.
     is_idle = not (traffic.num_open or traffic.num_arrived or _is_busy(pools, pace))
     complete_s, idle_s = state.complete_since_s, state.idle_since_s
     return replace(
@@ -855,7 +877,7 @@ def _timed(seen: Observations, traffic: Traffic, state: PlanState, pace: Pace) -
 
 
 def _with_starts(seen: Observations, state: PlanState) -> PlanState:
-    """When workers of each pool were last seen starting."""
+    """Return the state with `starting_since_s` and `started_at_s` updated."""
     now_s = seen.now_s
 
     def since(role: Role, pool: Pool) -> float | None:
@@ -875,7 +897,7 @@ def _with_starts(seen: Observations, state: PlanState) -> PlanState:
 
 
 def _is_busy(pools: Sequence[Pool], pace: Pace) -> bool:
-    """Whether any worker with a fresh beat has requests."""
+    """Return whether any worker with a fresh heartbeat has requests."""
     return any(
         worker.num_running + worker.num_waiting and worker.age_s <= pace.stale_s
         for pool in pools

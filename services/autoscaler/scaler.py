@@ -1,12 +1,11 @@
-"""Scaler: how many workers there are and shall be, whoever starts and stops them. The Protocol that
-Kubernetes, `baton up` and the fake keep, and the counting that they share.
+"""Scaler: the interface by which the autoscaler counts the workers of both pools and sets their
+numbers. KubernetesScaler, LocalScaler and FakeScaler implement it; this module also has the pure
+functions that they share for counting and for choosing the workers to remove.
 
-A worker's home is the role that it was started with; it may have been flipped to the other one
-since, and counts where it is. Which role a worker has now is the registry's to know: callers bring
-it along as `roles`, so that nothing about flips needs to be kept anywhere else. One conformance
-suite for all of them: tests/wire/test_autoscaler_scalers.py.
-
-Values and pure functions but for the Protocol.
+A worker's home is the role that it was started with. The worker may have been flipped to the other
+role since, and counts for its present role. Only the registry has the present roles: callers pass
+them as `roles`, so no scaler keeps any state about flips. One conformance suite tests all
+implementations: tests/wire/test_autoscaler_scalers.py.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ class ScalerError(BatonError):
 
 @dataclass(frozen=True)
 class PoolScale:
-    """One pool, as who starts and stops its workers sees it."""
+    """Numbers of workers of one pool, as reported by the Scaler."""
 
     wanted: int
-    """Workers that were asked for; flipped ones count where they are now."""
+    """Workers that were asked for; flipped workers count for their present role."""
     ready: int
+    """Workers that are ready to serve."""
     num_leaving: int = 0
-    """Beside `wanted`: told to end, and still there."""
+    """Workers that were told to end and still exist; not part of `wanted`."""
 
 
 class UnitState(StrEnum):
-    """Of one worker's process."""
+    """State of one worker's process or pod."""
 
     STARTING = "starting"
     READY = "ready"
@@ -47,7 +47,7 @@ class UnitState(StrEnum):
 
 @dataclass(frozen=True)
 class Unit:
-    """One worker's process or pod."""
+    """Process or pod of one worker. `home`: the role that it was started with."""
 
     worker_id: str
     home: Role
@@ -56,23 +56,27 @@ class Unit:
 
 @dataclass(frozen=True)
 class Removal:
-    """What has to go for a pool to shrink."""
+    """Workers to remove so that a pool shrinks."""
 
     worker_ids: Sequence[str]
     homes: Mapping[Role, int]
-    """By how many workers each home shrinks, those that do not exist yet included."""
+    """Number of workers to remove by home, including those that do not exist yet."""
 
 
 Fence = Callable[[], None]
-"""Raises ScalerError when nothing may be changed any more; asked in the moment before each change,
-from any thread."""
+"""Check right before each change, from any thread. Raises ScalerError when this autoscaler may no
+longer change anything."""
 
 
 class Scaler(Protocol):
-    """See the module. Every call is bounded by its implementation."""
+    """Interface to the system that starts and stops workers. Each implementation bounds the time of
+    each call."""
 
     async def get(self, roles: Mapping[str, Role]) -> ByRole[PoolScale]:
-        """Both pools now. roles: of registered workers, flips under way counted as done.
+        """Return the present numbers of both pools.
+
+        Args:
+            roles: role of each registered worker, by id; pending flips count as done.
 
         Raises: ScalerError.
         """
@@ -86,29 +90,40 @@ class Scaler(Protocol):
         leave_first: Sequence[str],
         fence: Fence,
     ) -> None:
-        """Ask for so many workers of that role. Where some must go, it is those that do not serve
-        yet, then as `leave_first` has them, then others; they are told to drain.
+        """Set the wanted number of workers of `role`. The workers to remove are told to drain.
 
-        Raises: ScalerError; what was asked for may have been done in part then.
+        Args:
+            roles: as for `get`.
+            leave_first: ids in the order of removal. Workers that do not serve yet are removed
+                before these, and workers that are not listed after them.
+            fence: called before each change.
+
+        Raises: ScalerError; the change may then have been made in part.
         """
 
     async def announce(self, decision: Decision, outcome: str, problem: str, fence: Fence) -> None:
-        """Tell those who watch the pools what was decided, where there is a place for it. Never
-        raises for that."""
+        """Publish the decision at the pools, where the system has a place for it (Events in
+        Kubernetes). A failure to publish raises nothing."""
 
     async def close(self) -> None:
-        """No calls from here on."""
+        """Close the connections; no call may follow."""
 
 
 def role_of(unit: Unit, roles: Mapping[str, Role]) -> Role:
-    """Where a worker counts."""
+    """Return the present role of a worker: the registered one, else its home."""
     return roles.get(unit.worker_id, unit.home)
 
 
 def count(
     units: Sequence[Unit], asked: Mapping[Role, int], roles: Mapping[str, Role]
 ) -> ByRole[PoolScale]:
-    """Both pools. asked: workers that were asked for by home, whether or not they exist yet."""
+    """Return the numbers of both pools.
+
+    Args:
+        units: all existing workers, including leaving ones.
+        asked: number of workers that were asked for, by home, whether or not they exist yet.
+        roles: role of each registered worker, by id.
+    """
     ready, leaving = Counter[Role](), Counter[Role]()
     wanted = Counter(asked)
     for unit in units:
@@ -136,8 +151,12 @@ def removal(
     roles: Mapping[str, Role],
     leave_first: Sequence[str],
 ) -> Removal:
-    """Who goes when the pool of `role` shrinks by `num_fewer`: who does not exist yet, who does not
-    serve yet, then by `leave_first`."""
+    """Return the workers to remove so that the pool of `role` shrinks by `num_fewer`: first those
+    that do not exist yet, then those that do not serve yet, then in the order of `leave_first`.
+
+    Args:
+        units, asked, roles: as for `count`.
+    """
     here = [
         unit
         for unit in units

@@ -1,11 +1,9 @@
-"""Signals: what the plan is made from, as values. One observation is one look at the cluster: the
-two pools as the scaler and the registry know them now, and the traffic since the look before.
+"""Observations: the input of the autoscaler's plan at one time, as frozen values: the two pools as
+the Scaler and the registry report them, and the traffic since the previous observation.
 
-Counts since the last look are differences of cumulative counters within one life of a process: who
-makes an observation fences them, so that a restart is no burst. Nothing here knows Redis,
-Kubernetes or a clock; times are seconds of whichever monotonic clock the caller keeps to.
-
-Pure; any thread.
+Counts since the previous observation are differences of cumulative counters within one incarnation
+of a process; the observer ensures this, so that a restart does not look like a burst. Times are
+seconds of the caller's monotonic clock. Any thread.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ U = TypeVar("U")
 
 
 class Role(StrEnum):
-    """Of a worker, and so of the pool that it belongs to."""
+    """Role of a worker, and of the pool that it belongs to."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
     @property
     def other(self) -> Role:
-        """What a worker of this role may be flipped to."""
+        """The role that a worker of this role may be flipped to."""
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
@@ -42,30 +40,31 @@ class ByRole(Generic[T]):
     decode: T
 
     def of(self, role: Role) -> T:
-        """That of one pool."""
+        """Return the value of one pool."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def but(self, role: Role, value: T) -> ByRole[T]:
-        """With another value for one pool."""
+        """Return a copy with another value for one pool."""
         if role is Role.PREFILL:
             return ByRole(value, self.decode)
         return ByRole(self.prefill, value)
 
     def map(self, make: Callable[[Role, T], U]) -> ByRole[U]:
-        """Another value of each."""
+        """Return `make(role, value)` of both pools."""
         return ByRole(make(Role.PREFILL, self.prefill), make(Role.DECODE, self.decode))
 
     def to_json(self) -> dict[str, T]:
-        """By the roles' names."""
+        """Return both values by role name."""
         return {"prefill": self.prefill, "decode": self.decode}
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How long something took, in classes: `counts[i]` were at most `bounds_s[i]` and more than
-    the bound before; the last count has no bound. All counts 0, or no bounds: nothing measured.
+    """Histogram of durations: `counts[i]` samples took at most `bounds_s[i]` seconds and more than
+    the bound before; the last count has no upper bound. Empty: all counts are 0, or no bounds.
 
-    Raises: ValueError when bounds do not ascend, or the counts are not one more than the bounds.
+    Raises: ValueError when bounds do not ascend, a count is negative, or there is not exactly one
+        count more than bounds.
     """
 
     bounds_s: tuple[float, ...] = ()
@@ -79,12 +78,12 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many were measured."""
+        """Number of samples."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float | None:
-        """Seconds that `share` (0 to 1) of them did not exceed, straight between two bounds; beyond
-        the last bound, that bound. None when nothing was measured."""
+        """Return the seconds that `share` (0 to 1) of the samples did not exceed, interpolated
+        linearly between two bounds; beyond the last bound: that bound. None: no samples."""
         total, below = self.total, 0
         if not total or not self.bounds_s:
             return None
@@ -98,7 +97,8 @@ class Histogram:
         return self.bounds_s[-1]
 
     def share_within(self, limit_s: float) -> float | None:
-        """How many of them, as a share, took at most `limit_s`; None when nothing was measured."""
+        """Return the share of the samples that took at most `limit_s` seconds; None: no
+        samples."""
         if not self.total or not self.bounds_s:
             return None
         index = bisect.bisect_left(self.bounds_s, limit_s)
@@ -110,8 +110,10 @@ class Histogram:
         return within / self.total
 
     def plus(self, other: Histogram) -> Histogram:
-        """Both together. Raises: ValueError when their bounds differ; one without bounds adds
-        nothing."""
+        """Return the sum of both histograms; one without bounds adds nothing.
+
+        Raises: ValueError when their bounds differ.
+        """
         if not other.bounds_s:
             return self
         if not self.bounds_s:
@@ -125,88 +127,91 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker's engine did since the last look."""
+    """Work of one worker's engine since the previous observation."""
 
     num_steps: int = 0
     """Engine steps that computed something."""
     step_s: float = 0.0
-    """Seconds inside them."""
+    """Seconds inside these steps."""
     num_computed_tokens: int = 0
-    """All tokens through the model: prompts' and drawn ones'."""
+    """All tokens that passed through the model, of prefill and decode."""
     num_decode_tokens: int = 0
-    """Of them, those of streams that were drawing: their number per step is the batch."""
+    """Those of them that were decode tokens of streams; their number per step is the batch."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker as its last heartbeat has it."""
+    """State of one worker as of its last heartbeat."""
 
     worker_id: str
     age_s: float = 0.0
-    """Since that heartbeat."""
+    """Seconds since that heartbeat."""
     is_draining: bool = False
     can_flip: bool = False
-    """It may take the other role: its certificate and its device allow it."""
+    """Whether the worker may be told to take the other role: flips are allowed, and it has not
+    refused."""
     num_running: int = 0
     num_waiting: int = 0
     num_queued_tokens: int = 0
-    """Prompt tokens that it was sent and has yet to compute."""
+    """Prompt tokens that the worker has received and not yet computed."""
     num_blocks: int = 0
+    """All KV blocks of the worker."""
     num_free_blocks: int = 0
-    """Free ones, and cached ones that nobody uses."""
+    """Free KV blocks, and cached ones that no request uses."""
     work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The workers of one role, whichever Deployment started them: a flipped worker belongs to the
-    pool of its new role from the moment of the order on."""
+    """Workers of one role, whichever Deployment started them. A flipped worker belongs to the pool
+    of its new role from the time of the order."""
 
     wanted: int = 0
     """Workers that were asked for last: replicas, with flips counted."""
     num_ready: int = 0
-    """Those that the scaler sees serving. Others of `wanted` are starting."""
+    """Workers that the Scaler reports as ready. The rest of `wanted` are starting."""
     num_draining: int = 0
-    """Beside `wanted`: on their way out, and still holding their devices."""
+    """Workers that are ending and still hold their devices; not part of `wanted`."""
     workers: tuple[Worker, ...] = ()
-    """As the registry has them, draining ones among them."""
+    """Workers in the registry, including draining ones."""
 
     @property
     def num_starting(self) -> int:
-        """Asked for, and not serving yet."""
+        """Workers that were asked for and do not serve yet."""
         return max(0, self.wanted - self.num_ready)
 
     @property
     def num_present(self) -> int:
-        """Devices are taken by so many workers, now or soon."""
+        """Workers that hold devices, now or soon."""
         return max(self.wanted, self.num_ready) + self.num_draining
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All routers together, of one model: counts since the last look, and levels now."""
+    """Traffic of one model at all routers together: counts since the previous observation, and
+    present levels."""
 
     elapsed_s: float
-    """Since that look; above 0."""
+    """Seconds since the previous observation; above 0."""
     num_arrived: int = 0
-    """Refused ones among them."""
+    """Requests that arrived, including refused ones."""
     num_refused: int = 0
     num_failed: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0
-    """Of the finished ones, as are the next two."""
+    """Prompt tokens of the finished requests; the next two are also of finished requests."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     queue_s: float = 0.0
-    """Seconds that requests waited in routers, summed over those that stopped waiting."""
+    """Seconds that requests waited in routers, summed over those whose wait ended."""
     num_waiting: int = 0
-    """Levels from here on. Held because there is no worker for them at all."""
+    """Level: requests that routers hold because there is no worker at all."""
     num_queued: int = 0
-    """Waiting in a router for its workers."""
+    """Level: requests queued in routers for busy workers."""
     num_running: int = 0
-    """At workers."""
+    """Level: requests at workers."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.elapsed_s) and self.elapsed_s > 0):
@@ -220,16 +225,16 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Observations:
-    """One look at the cluster."""
+    """Observation of the whole cluster at one time."""
 
     now_s: float
-    """Of the caller's monotonic clock; never goes back."""
+    """Time by the caller's monotonic clock; never goes back."""
     pools: ByRole[Pool]
     traffic: Traffic | None = None
-    """None: no router reports, or this is the first look and there is nothing to compare with."""
+    """None: no router reports, or there is no previous observation to compare with."""
     routers_age_s: float = math.inf
-    """Of the oldest router beat that has not lapsed; infinite: there is none."""
+    """Seconds since the oldest valid heartbeat of a router; infinite: there is none."""
     scale_age_s: float = math.inf
-    """Since the scaler said what is wanted and ready."""
+    """Seconds since the Scaler's last answer."""
     num_flipping: int = 0
-    """Flips ordered and not done."""
+    """Flips that were ordered and are not done."""

@@ -1,5 +1,5 @@
-"""DecodeEventSink: interface to send a request's events to its router, and the worker's load that
-each message carries. Values, no stubs.
+"""DecodeEventSink: the interface by which a decode worker sends a request's events to its router;
+StreamLoad: the worker's load, which each message carries. No protobuf types.
 """
 
 from __future__ import annotations

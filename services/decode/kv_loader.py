@@ -1,51 +1,39 @@
-"""Leases of handles: which store a run is in, and the release of leases that a final handle hands
-over.
+"""KvLoader: loads the KV that handles name into one decode request's reserved blocks. It checks the
+handles, fetches and verifies the blocks, and counts by reason those that could not be used. Nothing
+here fails a request: a block that cannot be fetched is recomputed.
 
-A final handle hands its leases over to the request that takes it: they are released at the store
-that granted them, in the background. A partial handle hands over nothing. A lease that cannot be
-released expires. Belongs to the loop's thread.
+`pull_early`, any number of times, each with a partial handle while prefill still runs; `pull_rest`
+when a lender has answered with the rest of the prompt; then `load` once with the final handle (or
+none), which fetches only the missing blocks. An early pull that fails is tried again by `load`.
+`give_back` releases the final handle's leases, if they are this request's. Invariant: tokens [0,
+num_tokens) are verified, named by a handle, and lie in the reservation's blocks; a block that a
+late transfer may still write into is not one of those (`LLMEngine.refill`). One call at a time.
 
-Pull: copies blocks of one prompt from stores and lenders into their places here, run by run, up
-to the first that fails. Belongs to the loop's thread.
+KvArrival: the handles of a request while it arrives: created with the request -> `prefetch`, any
+number of times -> `hand_over`, once; `wait` pulls meanwhile and returns at the final handover. From
+then on the handle belongs to the request; `untaken` has to be released if the request ended before
+that.
 
-CopyAhead: copies the rest of a prompt from the prefill worker that lends it while it still
-computes, before a handle names it, so that the bytes move while the handle is on its way.
-
-Life: `follow` with what a partial handle names -> a question waits at the lender, one at a time
-(kvstore/block_lender.py) -> all of the prompt is lent: `on_rest` is called -> `take` says
-where it lies -> `keep` what was copied of it -> `confirm` with each handle: what that names just so
-may be used -> `close`, from any state, ends the question and forgets the rest.
-
-The lender's answer is not a handle: no block is used that no signed handle names with the same
+CopyAhead: copies the rest of a prompt from the prefill worker that lends it, before a handle names
+it, so that the bytes move while the handle is on its way. `follow` with the content of a partial
+handle -> a call waits at the lender, one at a time (kvstore/block_lender.py) -> all of the prompt
+is lent: `on_rest` is called -> `take` returns its location -> `keep` the copied blocks -> `confirm`
+with each handle: blocks that it names identically may be used -> `close`, from any state. The
+lender's answer is not a handle: a block is used only if a signed handle names it with the same
 frame, generation, checksum and lease. So the lender need not wait for checksums: unsealed blocks
-are kept with the checksums of the bytes that came, which are compared with the handle's. A question
-that fails costs nothing, since the handle suffices. It does not count as a failure if its lease has
-ended (the prompt was given up) or if the lender cannot be reached (the copy of what the partial
-handle names reports that). One request, the loop's thread.
+are kept with the checksums of the bytes that came, which are compared with the handle's. A failed
+call costs nothing, since the handle suffices. It does not count as a failure if its lease has ended
+(the prompt was abandoned) or if the lender cannot be reached (the copy of the partial handle's
+blocks reports that).
 
-KvLoader: loads the KV that handles name into one request's reserved blocks: checks, fetches and
-verifies it, and counts by reason what could not be used.
+`pull` copies blocks of one prompt from stores and lenders into their places, run by run, up to the
+first that fails.
 
-Life of one request's intake: `pull_early` any number of times, each with a partial handle of what
-is stored while prefill still runs, and `pull_rest` when a lender has answered with the rest
-(services/decode/kv_loader.py); then `load` once with the final one (or none), which fetches only
-what is not there yet. An early pull that fails costs nothing but itself: the final handle tries
-again.
+Leases: a final handle hands its leases over to the request that takes it. They are released at the
+store that granted them, in the background; a lease that cannot be released expires. A partial
+handle hands over nothing.
 
-Nothing here fails a request: what cannot be fetched is recomputed and counted by reason.
-`give_back` releases the final handle's leases, if they are this request's.
-
-Invariant: tokens [0, num_tokens) are verified, named by a handle, and lie in the reservation's
-blocks; a block that a late transfer may still write into is not one of those (`LLMEngine.refill`).
-Belongs to the loop's thread; one call at a time.
-
-KvArrival: the KV of a reserved request while it arrives: the router's handles, and what is pulled
-before the final one.
-
-Life: created with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
-meanwhile and returns at the final handover. The handle belongs to the request from then on;
-`untaken` is what has to be released if the request ended before that. One request, the loop's
-thread.
+Used on the event loop's thread; KvLoader, KvArrival and CopyAhead belong to one request.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Migration of a request to another worker: stores the KV of a request that was taken out of the
-engine's steps, and makes a handle that names it.
+"""`take_out` and `pack`: the migration of a decode request to another worker. They take the request
+out of the engine's steps, store its KV, and make a handle that names it.
 
-What cannot be stored makes the handle shorter, or leaves none: it is computed again elsewhere, and
-counted here by reason. Knows no stream and no request state. Belongs to the loop's thread.
-
-Invariant: the held blocks do not change until this has returned or was cancelled; a cancelled put
-never commits, and its lease is given back.
+Blocks that cannot be stored make the handle shorter, or leave none: the other worker recomputes
+them, and they are counted here by reason. Invariant: the held blocks do not change until `pack` has
+returned or was cancelled; a cancelled put never commits, and its lease is released. Used on the
+event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""DecodeState: states of a decode request and their transitions; services/decode/worker.py
-describes them. Values.
-
-DecodeRequestSpec: parameters of one prompt's decode request.
+"""DecodeRequestSpec: the parameters of one prompt's decode request; DecodeState: the states of a
+decode request and their transitions, which services/decode/worker.py describes. Values.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""StreamSession: one router's stream: its keys, the requests behind them, and their cancellation
-when it breaks.
+"""DecodeServicer: the Decode gRPC service, with one multiplexed stream per router. A StreamSession
+is one such stream: its keys, their requests, and the cancellation of all of them when the stream
+breaks.
 
-A handle's leases are released only here if it was made for a request of this stream, which may be
-over by then; those of a handle under an unknown key or for another request are left to expire.
-
-Knows no stubs. Belongs to the loop's thread.
-
-DecodeServicer: the Decode gRPC service, with one multiplexed stream per router.
-
-The only module here that knows the stubs.
+The session releases a handle's leases only if the handle was made for a request of this stream,
+which may be over by then; the leases of a handle under an unknown key or for another request are
+left to expire. Used on the event loop's thread.
 """
 
 from __future__ import annotations

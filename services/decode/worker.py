@@ -1,56 +1,38 @@
-"""SampleProgress: which samples of a decode request are wanted and unfinished, and how many tokens
-of each were sent. Values; one request, the loop's thread.
+"""DecodeWorker: the decode requests of one worker, and the dispatch of the engine's events to them.
+DecodeRequest: one such request: one task, which ends by releasing all of its resources.
 
-DrainDeadline: when a request has to leave a draining worker, and how long it may take to store its
-KV.
-
-Life of one: created -> `tell` -> the request in the scope continues by itself, and gets
-`DrainTimeout` when the time is over. Later calls have no effect. One request, the loop's thread.
-
-TracedDrafts: one span for all draft worker calls of one traced request; it does nothing for
-others. One request, the loop's thread.
-
-TracedSteps: one span for all decode steps of one traced request, with their number and the
-longest pause; it does nothing for others. One request, the loop's thread.
-
-AnswerChains: background chains that store the full blocks of one request's samples. There are
-none where nothing is written back, and none for a beam search, whose blocks are not in the prefix
-cache. One request, the loop's thread.
-
-DecodeRequest: one request of a decode worker: one task, which ends by releasing all its
-resources.
-
-Life of a request (a cancel, the deadline, the end of its stream or of its worker may come in any
+States of a request (a cancel, the deadline, or the end of its stream or worker may come in any
 state):
 
 1. RESERVING  asks the engine for blocks                         -> cancel: a late grant is aborted
 2. RESERVED   holds blocks, waits for the handle                  -> cancel, or no handle in time:
-   blocks back
-3. PREFETCHING  pulls what is stored while prefill still runs     -> cancel: as in FETCHING; then
+   blocks released
+3. PREFETCHING  pulls stored blocks while prefill still runs      -> cancel: as in FETCHING; then
    RESERVED again
-4. FETCHING   copies and verifies what the handle names           -> cancel: what may still be
-   written into is quarantined
+4. FETCHING   copies and verifies the blocks of the handle        -> cancel: blocks that a transfer
+   may still write into are quarantined
 5. RUNNING    takes part in the engine's steps; full blocks go to the store behind it -> cancel: out
-   of the next step, blocks back
-6. MOVING     its worker drains: it is out of the engine's steps, its KV goes into the store
-   -> cancel: as in RUNNING; a put under way never commits
-7. FINISHED   | MOVED | CANCELLED | FAILED: said on the stream, unless the stream is gone
+   of the next step, blocks released
+6. MOVING     its worker drains: out of the engine's steps, its KV goes into the store
+   -> cancel: as in RUNNING; a pending put never commits
+7. FINISHED   | MOVED | CANCELLED | FAILED: sent on the stream, unless the stream is gone
 
-A worker that drains tells each request to leave: before FETCHING it fails with Unavailable, to be
-sent elsewhere; FETCHING goes on up to the start and then moves, RUNNING moves at once. Whatever it
-is doing when its time is over, it then moves without its KV.
+A draining worker tells each request to leave. Before FETCHING a request fails with Unavailable, so
+that the router sends it elsewhere; a FETCHING request continues up to RUNNING and then moves; a
+RUNNING request moves at once. When the time limit of its DrainDeadline is over, the request gets
+DrainTimeout and moves without its KV.
 
-Belongs to the loop's thread; speaks values, not stubs.
+A request holds places in the engine's steps, one for each sample, from its reservation on, so that
+a stream that has begun never waits for another. A request for which there are no places is queued,
+and its reservation is answered when it has them. Invariant: at most as many places are held
+as there are. The events of one engine step reach every stream by one `flush`.
 
-DecodeWorker: a decode worker's requests, and the dispatch of the engine's events to them.
+Parts of a request: SampleProgress (which samples are unfinished, and how many tokens of each were
+sent), AnswerChains (background writes of the samples' full blocks; none where nothing is written
+back, and none for a beam search, whose blocks are not in the prefix cache), TracedDrafts and
+TracedSteps (one span each for all draft calls and all decode steps of a traced request).
 
-A request holds places in the engine's steps, one for each sample, from its reservation on: by the
-time when its KV is there they are still free, so that a stream that has begun waits for no other.
-Requests for which there are none stand in line, and their reservation is not answered before they
-have theirs. Law: places held are at most those that there are.
-
-What one request goes through is in services/decode/worker.py. The engine's events of one step
-reach every stream by one `flush`. Belongs to the loop's thread; speaks values, not stubs.
+Used on the event loop's thread; no protobuf types.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""HandoffBuilder: makes the handle for decode from the blocks of one prefill request. On the direct
-path it names this worker's own blocks, which the worker lends; otherwise blocks in stores. Where
-the direct path is requested and not possible, stores are used, and the request's leg says which
-path it was.
-
-Where the direct way is asked for and cannot be, it is the other one, and the request's account says
-which it was. Knows no wire and no engine states. Belongs to the loop's thread.
+"""HandoffBuilder: builds the handle with which decode takes over a prefilled prompt. On the direct
+path the handle names this worker's own blocks, which the worker lends; otherwise blocks in stores.
+Where the direct path is requested and not possible, stores are used, and the request's leg
+(LegProvenance) says which path it was. Used on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""LentPrompt: one prompt's blocks in this worker's own cache, lent to the decode worker.
+"""LentPrompt: the blocks of one prompt in this worker's own cache, lent to the decode worker.
 
-Life: `hold` on the engine's thread, in the job that starts the request: all blocks of the prompt
-stay in place from then on -> `add` as they are filled -> `lend` the added blocks, any number of
-times: they can be read at once, and handles name them (`refs`) when their checksums are known ->
+`hold` on the engine's thread, in the job that starts the request: from then on all blocks of the
+prompt stay in place -> `add` as blocks are filled -> `lend` the added blocks, any number of times:
+they can be read at once, and handles name them (`refs`) when their checksums are known ->
 `hand_over`: the lease belongs to the handle; or `close`, which returns all blocks. After either,
 blocks that were never lent are returned.
 
 The next blocks and their contents' hashes are known before they are computed. `look_ahead` enters
-them while a step computes them, so that after the step they only have to be marked as computed; if
-the engine then reports other blocks, no block of the prompt is lent any more.
+them during the step that computes them, so that after the step they only have to be marked as
+computed; if the engine then reports other blocks, no block of the prompt is lent any more.
 
-The first failure ends it (`problem`) and the lease with it: the request then hands over through the
-store. Belongs to the loop's thread, except `hold`.
+The first failure ends the lending (`problem`) and its lease: the request then hands over through
+the store. Used on the event loop's thread, except `hold`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Replication policy: whether blocks at another node's store are copied to the home store. Pure.
+"""PrefixLoader: loads a prompt's cached prefix into the blocks reserved for it: from this device,
+then the home store, then other nodes' stores that the router's hints name.
 
-PrefixLoader: loads a prompt's cached KV into the blocks reserved for it: from this device, then
-the home store, then other nodes' stores that the router's hints name.
+A hint may be out of date: each store is asked, pins the blocks that it really has, and the bytes
+that it sends are verified. Blocks that do not arrive are left to the engine to compute, and counted
+by reason. The next store may still have them, unless time ran out: then a transfer may still write
+into the blocks.
 
-A hint is no more than that: each store is asked, pins what it really has, and what it sends is
-verified. What does not come is left to the engine to compute, and counted by reason; the next store
-may still have it, unless time ran out: then a transfer may still write into the blocks.
+At the end the loader names the store for the blocks that follow. A store holds a block only with
+all blocks before it, so that is the home store, and blocks from elsewhere are copied there first;
+or, if the prefix is not hot enough for a copy (`worth_a_copy`), the other node's store that it came
+from.
 
-At the end it says where the blocks lie that come next. A store holds a block only with all that are
-before it, so that is the home store, and what came from elsewhere is copied there first; or, if
-that prefix is not hot enough for a copy, the other node's store that it came from.
-
-Never fails a request; a cancel leaves its pins to `Pins`. Belongs to the loop's thread.
+A load never fails a request; a cancelled one leaves its leases to `PrefixLeases`. Used on the event
+loop's thread.
 """
 
 from __future__ import annotations

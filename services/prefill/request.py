@@ -1,24 +1,18 @@
-"""PrefixLeases: leases that one prefill request holds in stores, besides its writer's.
+"""PrefillRequest: one prefill request's state and resources at the worker; PrefillRequestSpec: its
+parameters. services/prefill/worker.py describes the states.
 
-Life of a pin: `add` when a store has answered a match -> `take` by the writer that continues under
-its lease, or `keep`, which releases all others -> `hand_over` (the handle names it) or `release`
-(the request ended otherwise). After `start_renewing` the held leases do not expire meanwhile.
+PrefixLeases: the leases that the request holds in stores, besides its writer's. `add` when a store
+has answered a match -> `take` by the writer that continues under its lease, or `keep`, which
+releases all others -> `hand_over` (the handle names it) or `release` (the request ended otherwise).
+After `start_renewing` the held leases do not expire. Invariant: a granted lease belongs to
+PrefixLeases, to the writer or to the handle, or is being released.
 
-Invariant: a lease that was pinned belongs to a pin here, to the writer or to the handle, or is
-being released. Belongs to the loop's thread.
+PartialHandleSchedule: when to send partial handles while prefill still runs. Invariants: at most
+one per engine step, besides the first; and each names over a sixteenth more than the one before. A
+handle names all blocks stored so far, so without the second rule a prompt of n chunks would cost n
+* n / 2 chunks' worth of references; with it about 17 n.
 
-PartialHandleSchedule: schedule of the partial handles of one request, sent while prefill still
-runs. Pure state, no I/O; belongs to the loop's thread.
-
-Laws: at most one per engine step, beside the first; and each names more than a sixteenth more than
-the one before. A handle names all that is stored so far, so without the second law a prompt of n
-chunks would cost n * n / 2 chunks' worth of references; with it about 17 n.
-
-PrefillRequestSpec and PrefillRequest: one prefill request's parameters, and its state and resources
-at the worker.
-
-Values and one record; no I/O. The states are explained in services/prefill/worker.py. Belongs to
-the loop's thread.
+Values and state without I/O, except the leases. Used on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""PrefillSession: one router's stream: its keys, the prompts behind them, and their cancellation
-when it breaks.
+"""PrefillServicer: the Prefill gRPC service, with one multiplexed stream per router. A
+PrefillSession is one such stream: its keys, their prompts, and the cancellation of all of them when
+the stream breaks.
 
-States of a key: RUNNING -> its answer | its failure, each the last message; a cancel leads from
+States of a key: RUNNING -> its answer or its failure, each the last message. A cancel leads from
 RUNNING to the failure CANCELLED and has no effect afterwards. Invariant: a handle belongs to the
-router once its answer was written; an answer that was not written is taken back.
-
-Knows no stubs. Belongs to the loop's thread.
-
-PrefillServicer: the Prefill gRPC service, with one multiplexed stream per router.
-
-The only module here that knows the stubs.
+router once its answer was written; the leases of an answer that was not written are released. Used
+on the event loop's thread.
 """
 
 from __future__ import annotations

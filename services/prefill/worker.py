@@ -1,32 +1,30 @@
-"""BlockQueue: the queue for blocks of the engine, first come, first served.
+"""PrefillWorker: runs the prefill requests of one worker, each as one coroutine that ends by
+releasing all of its resources.
 
-Invariant: a request never takes blocks while one that came earlier still waits. One engine call
-tries all waiting requests (arrivals of one step join the same next step), in order, up to the first
-that finds no room; they are tried again after `room_may_have_come`. Belongs to the loop's thread.
+States of a request (a cancel or the deadline may end it in any state):
 
-PrefillWorker: runs prefill requests, each as one coroutine that ends by releasing all its
-resources.
-
-Life of a request (a cancel or the deadline may end it in any state):
-
-1. QUEUED     waits, first come first served, for blocks   -> cancel: the wait ends, a late grant is
+1. QUEUED     waits for blocks in the BlockQueue           -> cancel: the wait ends, a late grant is
    aborted
-2. FETCHING   matches and copies what the stores have       -> cancel: what may still be written
-   into is quarantined first, what was pinned is released
+2. FETCHING   matches and copies blocks that stores have    -> cancel: blocks that a transfer may
+   still write into are quarantined first, leases released
 3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it, and
-   partial handles say so -> cancel: abort, leases released
-4. STORING    its first tokens are shown, waits for the last puts that the handle names -> cancel:
+   partial handles name them -> cancel: abort, leases released
+4. STORING    its first tokens are sent; waits for the last puts that the handle names -> cancel:
    as above; the tail is deleted with the lease
 5. DONE       answered; the leases belong to the handle    | CANCELLED | FAILED
 
-Asked for the direct way, it lends its own blocks instead (services/prefill/lending.py): partial
-handles and the last one name this worker. Where that cannot be, it goes through the store, and the
-account says so. Where no handle names the store (the direct way, or no handle is wanted), the
-answer does not wait for it: services/worker/store_writer.py stores the prompt.
+On the direct path the worker lends its own blocks instead (services/prefill/lending.py), and
+partial and final handles name this worker. Where that is not possible, the request goes through the
+store, and its leg (LegProvenance) says so. Where no handle names the store (direct path, or no
+handle wanted), the answer does not wait for it: services/worker/store_writer.py stores the prompt
+in the background. Without the store the handle is shorter; the request does not fail.
 
-The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
-stubs. Where the prefix comes from: services/prefill/prefix_loader.py; which way a handle goes:
-services/prefill/handoff.py.
+BlockQueue: the FIFO queue for the engine's blocks. One engine call tries all waiting requests in
+order, up to the first for which there is no room; they are tried again after `room_may_have_come`.
+Invariant: a request never takes blocks while an earlier one waits.
+
+Used on the event loop's thread; no protobuf types. See also services/prefill/prefix_loader.py
+(source of the prefix) and services/prefill/handoff.py (path of a handle).
 """
 
 from __future__ import annotations

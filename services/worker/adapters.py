@@ -1,20 +1,20 @@
-"""The LoRA adapters of one worker: loaded at start, by RPC, or by the cluster's desired state;
-identified by name and content.
+"""WorkerAdapters: the LoRA adapters of one worker, loaded at start, by RPC, or by the cluster's
+desired state, and identified by name and content digest.
 
-Several contents of one name can be loaded at once: requests that began with the old one end on it
-while new ones get the new. The engine identifies them by content alone: its name for an adapter is
-the digest. The engine runs in a thread of its own, so the table here is as of the last change. A
-request is checked twice: here, when it arrives, and on the engine's thread when its blocks are
-reserved (`check_digest`); from then on the engine keeps the adapter in place. Files are read by a
-thread of their own, since a file system may hang: the engine's thread only puts the weights in
-place. Belongs to the loop's thread, except `check_digest`.
+Several contents of one name can be loaded at once: requests that began with the old content finish
+on it while new requests get the new one. The engine knows an adapter by its digest alone. The
+engine runs in a thread of its own, so the table here is as of the last change; it follows the
+engine even when the caller of a change is cancelled. A request's digest is checked twice: here when
+the request arrives, and on the engine's thread when its blocks are reserved (`check_digest`); from
+then on the engine keeps the adapter in place. Files are read on a separate thread, since a file
+system may hang.
 
-Life of a content: loaded -> held (for a load across the whole cluster, until a time) -> wanted ->
-unloaded, when the desired state of its name leaves it out and no request uses it. One that was
-loaded at start, or by an RPC without a hold time, stays as long as the desired state does not
-contain its name.
+States of a content: loaded -> held (during a load across the whole cluster, until a time) -> wanted
+-> unloaded, when the desired state of its name no longer includes it and no request uses it. A
+content that was loaded at start, or by an RPC without a hold time, stays as long as the desired
+state does not contain its name.
 
-Invariant: the table follows the engine, even when the caller of a change is cancelled.
+Used on the event loop's thread, except `check_digest`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""WorkerSettings: what a prefill or decode worker is told at start.
-
-Frozen; the loader is `process.settings`.
+"""WorkerSettings: the settings of a prefill or decode worker. Frozen values, loaded by
+`process.settings`.
 """
 
 from __future__ import annotations

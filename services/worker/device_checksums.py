@@ -1,18 +1,15 @@
-"""ChecksumBatches: batches of blocks whose checksums a device computes, in order, in a fixed number
-of slots. Where all slots are in use, `begin` first reads the results of the oldest one, which ends
-first: so callers may begin any number of batches before they ask for a result, and no caller waits
-for a slot that it holds itself.
+"""CudaChecksums: checksums of KV blocks, computed in the GPU's memory, so that KV transports can
+compare them without a copy of the blocks to the host.
 
-Knows no CUDA: how a slot is filled and asked is its own matter. Any thread. Invariant: a slot is
-free, or of one batch whose numbers were not taken out.
+`begin` launches a batch and returns a `Pending` that waits for the result. For some batch sizes the
+launch is a captured CUDA graph: separate launches from Python would take as long as the work itself
+and hold the interpreter's lock.
 
-Checksums of blocks computed in a GPU's memory, for kvstore's transports to compare without a
-copy to the host.
-
-`begin` starts the device's work and returns a `Pending` that waits for the result. A batch is
-one launch, captured as a CUDA graph for some sizes: four launches from Python take as long as the
-work itself, with the interpreter's lock held, while others wait for both. Any thread. Knows no
-store.
+ChecksumBatches schedules the batches, in order, over a fixed number of slots; it works with any
+device. When all slots are in use, `begin` first reads the results of the oldest batch. So callers
+may begin any number of batches before they read a result, and no caller waits for a slot that it
+holds itself. Invariant: a slot is free, or belongs to one batch whose results have not been read.
+Any thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""ShardedDevice: blocks whose bytes are spread over several devices, presented as one device that
-holds them whole: for engines of several ranks, each of which keeps its heads and layers of every
-block.
+"""ShardedDevice: blocks whose bytes are spread over several devices, presented to the KV transports
+as one device with whole blocks. For engines with tensor or pipeline parallelism, where each rank
+keeps its own heads and layers of every block.
 
-Whole blocks have addresses of no memory, [BASE, BASE + num_blocks * block_bytes); a copy from or to
-them becomes copies from or to the devices that have the bytes, on a queue for each. Knows no ranks
-and no CUDA. Invariant: every byte of a block is on exactly one device. Any thread, as Device.
+Whole blocks have virtual addresses, [BASE, BASE + num_blocks * block_bytes). A copy from or to them
+becomes one copy for each device, on a queue of its own. Invariant: every byte of a block is on
+exactly one device. Any thread.
 
-KV cache memory of the engine as kvstore's transports address it, on one device or several.
+`block_memory` makes the description of an engine's KV cache memory for the transports, on one
+device or several.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""GrpcDraftChannel: the gRPC connection to one draft worker, for the engine's thread
-(engine/speculation/draft_protocol.py); and DraftPeers: all draft workers in a worker's settings.
+"""GrpcDraftChannel: the gRPC client of one draft worker for speculative decoding, used from the
+engine's thread (engine/speculation/draft_protocol.py). DraftPeers has the channels of all draft
+workers in a worker's settings.
 
-Every call runs on the worker's loop; the caller holds a future. A connection is made anew with
-the first question to a worker that was away, so that a certificate which has changed meanwhile is
-shown.
+Every call runs on the worker's event loop; the caller gets a future. After a draft worker was
+unreachable, the next call makes a new connection, which also presents a certificate that was
+renewed meanwhile.
 """
 
 from __future__ import annotations

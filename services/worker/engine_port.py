@@ -1,8 +1,8 @@
-"""WorkerEngine: the engine interface that a worker needs, a Protocol that `engine.engine.LLMEngine`
-implements.
+"""WorkerEngine: the Protocol of the engine methods that a worker uses; `engine.engine.LLMEngine`
+implements it.
 
-Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
-`model_info` are values that any thread may read.
+Every method is called on the one thread of `EngineThread`, without asyncio; `kv` and `model_info`
+are values that any thread may read.
 """
 
 from __future__ import annotations

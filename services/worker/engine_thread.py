@@ -1,34 +1,26 @@
-"""StepWatch: watchdog that detects a step that exceeds its time limit because its device does not
-answer.
+"""EngineThread: the only thread that calls an engine, and the asyncio interface to it.
 
-The engine's thread says when a step begins and ends; the event loop looks.
-
-EngineThread: the only thread that calls an engine, and the calls to it from asyncio.
-
-Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run in the
-order they came, at least one and then for a share of a step's time; the others wait for one more
-step, since decoding requests wait for that step. The results of the jobs between two steps go to
-the loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor
-work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's invariants
-once.
+`start` -> jobs and steps alternate -> `stop`. Between two steps waiting jobs run in order of
+arrival, at least one and then for a share of a step's time; the others wait for the next step, so
+that decoding requests are not delayed. The results of the jobs between two steps go to the event
+loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor work
+the thread blocks on its queue; after `idle_check_s` it checks the engine's invariants once. The
+engine is closed when the thread ends, unless `stop` leaves it to a later thread.
 
 On a GPU a step may return before its kernels have finished. Transports copy blocks concurrently, so
 with a store the results of a step or job are delivered only after the kernels that write into such
 blocks have finished: `wait_for_kernels`. That wait comes after the launch of the next step
 (`LLMEngine.is_device_behind`).
 
-A step or job that takes longer than `step_timeout_s` waits for a device that does not answer:
-nothing can end it, so the thread `is_stuck`, and its process must exit.
+Failures: an exception of `step` is a failure of the engine: `on_failure` is called (the worker
+fails its requests), the invariants are checked for the log, and the thread stays unhealthy. It then
+runs no step and refuses `call`, but still runs posted jobs, so that aborts free blocks. An
+exception of `on_step` has the same effect, since requests would miss that step's tokens. A step or
+job that exceeds `step_timeout_s` waits for a device that does not answer. Nothing can end it, so
+the thread `is_stuck` and its process must exit; StepWatch is the watchdog that detects this: the
+engine's thread marks begin and end of a step, and the event loop checks the time.
 
-The engine is closed when the thread ends, unless `stop` leaves it to a later thread.
-
-An exception of `step` is a failure of the engine: `on_failure` is called (the worker fails its
-requests), the invariants are checked for the log, and the thread stays unhealthy: it runs no step
-and refuses `call`, but still runs posted jobs, so that aborts free blocks. An exception of
-`on_step` has the same effect: requests that were not notified would miss that step's tokens.
-
-Knows no request and no RPC. `start`, `call`, `post` and `stop` belong to the loop's thread; `stats`
-may be read anywhere.
+`start`, `call`, `post` and `stop` are used on the event loop's thread; any thread may read `stats`.
 """
 
 from __future__ import annotations

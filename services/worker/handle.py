@@ -1,35 +1,31 @@
-"""HandleKeys: the keys with which a worker signs and verifies handles.
-
-A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that one made for
-anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
-`handle`'s business.
-
-The key file is checked for changes (`process.secret_files`, one `stat`) before each signature and
-each verification, so that rotated keys take effect, and removed ones stop being valid, without a
-restart. Belongs to the loop's thread.
-
-HandleLedger: replay protection: a signed handle can be used once per worker.
-
-A nonce is kept until its handle's deadline (and the slack of the clocks) has passed; from then on
-the handle is refused as too old. So memory is bounded by the handles of one deadline's time, and by
-`max_entries` above that: what does not fit is refused, never let in unseen.
-
-A worker that restarts forgets; a handle is then still only good for its own request, tenant, model
-and prompt, and for blocks that verify. Pure but for its memory; time comes in as an argument.
-Belongs to the loop's thread.
-
-Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
+"""Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
 worker.
 
-A handle comes from another process. `from_proto` rejects one that is not signed by one of this
-worker's keys, before it reads anything but the version, which says how it is signed; `check`
-rejects one that is not for exactly this tenant, model, layout and prompt, or is too old;
-`handle_ledger` one that is replayed. The blocks that it names are verified again, one by one, when
-they are fetched.
+A handle comes from another process, so a decode worker trusts nothing in it before these checks:
 
-The signature is over an encoding of every field of the message, each of fixed size or preceded by
-its length, lists preceded by their number, so that no two messages have the same bytes; protobuf's
-own encoding may differ between versions. Pure; wall-clock time comes in as an argument.
+- `from_proto` rejects a handle that no key of this worker has signed; before the signature it reads
+  only the version, which defines how the handle is signed;
+- `check` rejects a handle that is not for exactly this tenant, model, layout and prompt, or is past
+  its deadline;
+- HandleLedger rejects a handle that was used before;
+- the blocks that the handle names are verified one by one when they are fetched.
+
+The signature is a keyed BLAKE2b MAC (RFC 7693) with 32 bytes of key and of output, personalised for
+handles. It covers an encoding of every field of the message, each of fixed size or preceded by its
+length, and lists preceded by their number, so no two messages have the same bytes. Protobuf's own
+encoding may differ between versions.
+
+HandleKeys: the keys of one worker. The key file is checked for changes (`process.secret_files`, one
+`stat`) before each signature and verification, so rotated keys take effect, and removed ones stop
+being valid, without a restart.
+
+HandleLedger: the replay protection of one worker. A nonce is kept until its handle's deadline, and
+the allowed clock skew, has passed; from then on the handle is refused as too old. So memory is
+bounded by the handles of one deadline's time and by `max_entries`; a handle that does not fit is
+refused. A restarted worker has an empty ledger; a replayed handle is then still valid only for its
+own request, tenant, model and prompt, and for blocks that verify.
+
+Times are arguments. HandleKeys and HandleLedger are used on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Parts of a prompt's KV by the store or lender that keeps them, and the runs without gaps that
-they form. Values and one pure function.
+"""HandleBuilder: builds the handle to a prompt's KV from runs of leased blocks in one or several
+stores, or at a lender, without a gap from block 0 on. `runs_of` computes these runs.
 
-HandleBuilder: builds a handle without gaps from runs of blocks in one or several stores.
-
-Pure but for the nonce and the wall clock that a handle needs. Knows no request state and no wire.
+No I/O; a handle takes a random nonce and the wall clock.
 """
 
 from __future__ import annotations

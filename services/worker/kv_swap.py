@@ -1,42 +1,27 @@
-"""StagingRows: allocator of host memory rows for parked blocks in transit to and from the KV store.
+"""StoreParking: swaps the KV blocks of preempted requests out to the KV store and back; it
+implements the engine's Parking (engine/parking.py).
 
-A row is free, taken by its owner, or quarantined: a transfer may still write into it. Knows no
-request and no store. No lock of its own: its owner calls it under one.
+States of a put under a key. The engine's thread asks; one task on the event loop moves the bytes:
 
-Conservation: free + taken + quarantined == all (`check_integrity`).
+    STAGED   the bytes are in staging rows and on their way to the store
+    STORED   the bytes are in the store, under a lease that is renewed; no rows
+    COMING   asked for: rows are taken, and the bytes are fetched into them and verified
+    HERE     the bytes are in rows until the put is dropped (when asked for while STAGED: at once)
+    LOST     the bytes do not come back; the reason is counted and logged
 
-Staging: rows of host memory for blocks in transit, their lock, and the event loop whose tasks
-move their bytes.
+Full blocks are stored by their chain hash, so a block that the store already has costs nothing and
+other requests may find it; the unfilled last block is stored as a private tail. All of them are
+charged to the request's tenant. The engine's thread never waits: without free rows a put is
+refused. Blocks that the store cannot take, or does not return within `transfer_budget_s`, are lost:
+the engine recomputes and counts them. A lease is renewed until its request continues or ends.
 
-The engine's thread allocates rows and runs callbacks on the loop; tasks on the loop move bytes and
-free rows. The owner records which rows belong to which transfer. Knows no store.
+Staging holds the rows of host memory for blocks in transit, their lock, and the event loop whose
+tasks move the bytes. The engine's thread takes rows and posts callbacks to the loop. The transports
+see only this memory, so the parking has an attachment to the store of its own. StagingRows is the
+allocator: a row is free, taken by a put, or quarantined while a transfer may still write into it.
 
-Put: state of one parked put of a StoreParking: its key, where its bytes are, and the engine's
-side while they are fetched back. Values only: services/worker/kv_swap.py changes them under its
-lock.
-
-StoreParking: keeps the KV blocks of preempted requests in the KV store, as the engine's Parking.
-
-Life of what is put under a key; the engine's thread asks, one task on the loop does:
-
-    STAGED   its bytes lie in staging rows and are on their way to the store
-    STORED   they lie in the store, under a lease that is renewed; no rows
-    COMING   asked for: rows are taken and the bytes fetched into them, verified by the client
-    HERE     its bytes lie in rows until it is dropped (asked for while STAGED: at once)
-    LOST     they do not come back; the reason is counted and logged
-
-Full blocks are stored by their chain hash, so one that the store has already costs nothing and
-others may find it; the unfilled last one as a private tail. All of them are charged to the
-request's tenant. Nothing waits on the engine's thread: without free rows a put is refused. What the
-store cannot take, or does not give back within `transfer_budget_s`, is lost: the engine computes it
-again and counts that. A lease is renewed until its request goes on or ends, which the request's own
-deadline bounds.
-
-The memory that the store's transports see is the rows alone, so the parking has an attachment of
-its own beside the worker's.
-
-Conservation: the rows' law (services/worker/kv_swap.py), where the taken ones are exactly
-those of kept puts and of dropped ones whose transfer is not over; keys as in engine/parking.py.
+Invariants (`check_integrity`): free + taken + quarantined == all rows; the taken rows are exactly
+those of kept puts, and of dropped puts whose transfer is not over; keys as in engine/parking.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""WorkerLender: lends a worker's own KV blocks to other workers, as the engine's side of
+"""WorkerLender: lends a worker's own KV blocks to other workers; the engine's side of
 `BlockLender`.
 
-Lent blocks are kept in place at the engine: the caller quarantines a request's blocks before they
-are lent; those for link measurements are the engine's own loans. Each is returned in its own way
-when no reader is left.
-
-Knows no requests and no handles. Belongs to the loop's thread.
+Lent blocks stay in place at the engine: the caller quarantines a request's blocks before they are
+lent; blocks for link measurements are the engine's own loans. Each block is returned accordingly
+when no reader is left. Used on the event loop's thread.
 """
 
 from __future__ import annotations

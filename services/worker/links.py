@@ -1,12 +1,11 @@
 """Links: measured speeds of a worker's links to KV stores.
 
-Each client is measured in the background, right after it attached, and again every AGAIN_S while
-its link is degraded: one bad measurement must not mark it for good. What says nothing of the link
-(no free blocks just now, here or there; the client's end) changes nothing of what is known. One at
-a time, so that measurements do not slow one another. The engine lends free blocks for it, and gets
-each back when nothing can touch it any more, whatever became of the measurement.
-
-Knows no requests. Belongs to the loop's thread.
+Each client is measured in the background right after it attached, and again every AGAIN_S while its
+link is degraded, so that one bad measurement is not final. A measurement that says nothing about
+the link (no free blocks at either end, or the client was closed) does not change the known speed.
+Measurements run one at a time, so that they do not slow one another. The engine lends free blocks
+for them and gets each one back when no transfer can touch it any more, whatever the result. Used on
+the event loop's thread.
 """
 
 from __future__ import annotations

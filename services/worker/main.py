@@ -1,9 +1,9 @@
-"""Start, serving and shutdown of a worker process of either role.
+"""`run`: start, serving and shutdown of a worker process of either role.
 
-Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
-a thread (progress as log lines) -> a worker (services/worker/server.py) -> ready line. End, on a
-signal or when the engine failed: as the worker does. The process's signals, exit codes and parent
-watch are `process.entrypoint`'s.
+Start: a registry entry that announces the worker, for routers whose requests wait -> load the
+engine on a thread, with progress as log lines -> start a Worker (services/worker/server.py) ->
+ready line. A signal or a failure of the engine ends the worker. `process.entrypoint` handles
+signals, exit codes and the watch of the parent process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Prometheus metrics of a worker: its engine's snapshot and the worker's own counters.
+"""WorkerCollector: Prometheus metrics of a worker, from its engine's snapshot and the worker's own
+counters.
 
-The engine is asked on its own thread, at each scrape, within a short bound; when it does not
-answer in time, `baton_up` is 0 and the engine's numbers are left out rather than shown old. Called
-from the metrics server's thread.
+At each scrape the engine is asked on its own thread, with a short deadline. When it does not answer
+in time, `baton_up` is 0 and the engine's metrics are left out, so that no stale values are shown.
+Called on the metrics server's thread.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Provenance of one worker's share of a request's KV, and the time spent per stage. Values only; no
-I/O.
+"""LegProvenance: the origin of a request's KV at one worker (computed, in the local cache, or
+loaded from a store), in prompt tokens; StageClock: the time that the request spent in each stage
+there. The part of a request at one worker is its leg. Values without I/O, for both roles.
 
-Law of a leg that ran: num_tokens_computed + num_tokens_local + sum of from_store tokens == prompt
-tokens; of one that ended inside its prompt: == the tokens that it reached.
+Invariant of a leg that ran: num_tokens_computed + num_tokens_local + the sum of from_store tokens
+== prompt tokens; of a leg that ended inside its prompt: == the tokens that it reached.
 
-Trace attributes of a worker's leg of one request: its stages, the chunks of its prompt, and the
-provenance of its KV. They do nothing for a request that is not traced.
-
-Conversion of a worker's values to protobuf: WorkerStatus and KvLeg.
-
-Pure; shared by both roles.
+Also here: the trace attributes and spans of a leg, which do nothing for a request that is not
+traced, and the conversion of a worker's values to protobuf (WorkerStatus and KvLeg among them).
 """
 
 from __future__ import annotations

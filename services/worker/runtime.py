@@ -1,35 +1,23 @@
-"""Identity: role, id and incarnation of a worker during one life. Immutable; any thread.
-
-Chain: the chain-hash namespace of one tenant, model and adapter. Pure; any thread.
-
-InvariantCheck: the last result of a worker's invariant checks, and when to repeat them.
-
-A check takes time of the engine's thread that running requests wait for: tens of milliseconds with
-tens of thousands of blocks. So while the engine works, checks get at most SHARE of its time,
-however many callers ask; callers in between get the last result. An idle worker runs a check at
-each request for one, once for all that came before it began. The checks themselves belong to the
-caller. One asyncio loop.
-
-An engine has one InvariantCheck for its whole life, which passes from role to role (`hand_over`).
-
-Invariant: at most one check runs at a time, and it ends even if its callers are cancelled.
-
-OptionalStores: a worker life's lender of its blocks and parking of preempted requests' blocks,
-which are separate from its store connection. Each exists only where role, settings and engine call
-for it. Belongs to the loop's thread.
-
-Belongs to the loop's thread.
-
-Heartbeat: a worker's registry entry in Redis, with its WorkerStatus and role. It takes the
-engine's state from the status only.
-
-WorkerCore: the part of a worker that does not depend on its role: identity, engine thread, store
+"""WorkerCore: the part of a worker that does not depend on its role: identity, engine thread, store
 connector, limits, counters and status.
 
-Life: `start` -> serving -> `drain` (no new requests, the old ones may finish) -> `stop`. When the
-engine fails, `failed` is set: the worker refuses everything and its process should end.
+`start` -> serving -> `drain` (no new requests; the present ones may finish) -> `stop`. When the
+engine fails, `failed` is set: the worker refuses every request and its process should end. A change
+of role makes a new core, with a new incarnation, over the same engine. Its parts:
 
-Belongs to the loop's thread. Knows no request states and no RPC.
+- Identity: role, id and incarnation of the worker.
+- Chain: the chain-hash namespace of one tenant, model and adapter.
+- OptionalStores: the lender of the worker's blocks and the parking of preempted requests' blocks,
+  each only where role, settings and engine call for it.
+- Heartbeat: the worker's registry entry in Redis, with its role and WorkerStatus.
+- InvariantCheck: rate-limited checks of the engine's invariants. A check takes tens of milliseconds
+  of the engine's thread with tens of thousands of blocks. While the engine works, checks get at
+  most SHARE of its time, however many callers ask; callers in between get the last result. An idle
+  worker runs one check for all requests that came before it began. At most one check runs at a
+  time, and it ends even if its callers are cancelled. The InvariantCheck belongs to the engine and
+  passes from role to role (`hand_over`).
+
+Used on the event loop's thread; Identity and Chain on any.
 """
 
 from __future__ import annotations

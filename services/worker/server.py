@@ -1,38 +1,24 @@
-"""WorkerRole: a worker role (prefill or decode) by name, and what it adds to the worker's core.
+"""Worker: a worker process's engine, its gRPC server, and its session in the present role (prefill
+or decode).
 
-A role's code is imported when a worker begins that role: services refer to one another by these
-names alone, and a worker that never changes its role loads no other's. Values and one import.
+Start: session -> gRPC server -> registry. A change of role (`set_role`) drains the session and
+begins another over the same engine, under a new incarnation; the server stays. End: drain (bounded;
+the registry shows it) -> out of the registry -> server -> store -> engine thread. Invariant: there
+is one session at a time and only `set_role` changes it; the worker is draining meanwhile.
 
-WorkerControlServicer: the WorkerControl gRPC service, by which operators change a worker of
-either role. The only module here that imports its stub.
+- RoleSession: one incarnation of a worker in one role: `begin_session` (core, role, adapters,
+  store) -> `announce` (registered) -> `drain` (no new requests; those that can move continue on
+  other workers) -> `leave_registry` -> `end`.
+- RoleSwitch: the gRPC methods of all roles at one server. A gRPC server accepts methods only before
+  it starts, so all are registered, and each call goes to the present role's servicer; a call to
+  another role's method fails with the name of the present role. A call in progress belongs to the
+  role with which it began: `end` cancels it. `rules` decide beforehand which callers are allowed.
+- WorkerRole: what a role adds to the core. A role's code is imported when a worker first takes the
+  role.
+- WorkerControlServicer: the gRPC service by which the autoscaler and operators change a worker. A
+  change of role that has begun continues when its caller disconnects.
 
-The only module here that knows the stub. A change of role that has begun continues when its caller
-disconnects.
-
-RoleSwitch: gRPC methods of every role at one server, of which those of the present role are
-served; calls of other methods fail with the name of the present role.
-
-A gRPC server accepts methods only before it starts: so those of all roles are registered, and each
-call goes to the servicer of the method at that moment. Calls in progress belong to the role that
-they began with: `end` cancels them. `rules` decide beforehand which callers are allowed. Knows no
-request. One asyncio loop.
-
-RoleSession: one life of a worker in one role, from its core to its entry in the registry. A worker
-that changes its role ends one and begins the next over the same engine, under a new incarnation.
-
-Life of one: `begin_session` (core, role, adapters, store) -> `announce` (registered) -> `drain` (no
-new requests; those that can move continue on other workers) -> `leave_registry` -> `end`. Knows no
-server. The loop's thread.
-
-Worker: a process's engine, its gRPC server, and its life in the present role.
-
-Start: a life (services/worker/server.py) -> gRPC server -> registry. A change of role drains that
-life and begins another over the same engine; the server stays and dispatches calls to the present
-role (services/worker/server.py). End: drain (bounded; the registry says so) -> out of the
-registry -> server -> store -> engine thread.
-
-Invariant: it has one life at a time, and only `set_role` changes it; while it does, it is
-draining. Belongs to the loop's thread.
+One asyncio loop.
 """
 
 from __future__ import annotations
@@ -260,7 +246,7 @@ LAST_WORDS_S = 1.0
 
 @dataclass
 class RoleSession:
-    """One life of a worker in one role: its core, role, adapters and registry entry."""
+    """One incarnation of a worker in one role: its core, role, adapters and registry entry."""
 
     core: WorkerCore
     role: WorkerRole
@@ -304,7 +290,7 @@ class RoleSession:
             await self.heartbeat.stop()
 
     async def end(self, *, closes_engine: bool = True) -> None:
-        """End the life after the last call and free its resources.
+        """End the session after the last call and free its resources.
 
         Raises: Internal for an engine that is to be kept, and is not as it was before the first
         request.
@@ -330,11 +316,11 @@ async def begin_session(
     draft_traces: DraftTraces | None = None,
     before: WorkerCore | None = None,
 ) -> RoleSession:
-    """Create a life that is not registered yet.
+    """Create a session that is not registered yet.
 
     Args:
         draft_traces: see WorkerCore.
-        before: core of the previous life, over the same engine.
+        before: core of the previous session, over the same engine.
     Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
     """
     worker_id = settings.worker_id if before is None else before.identity.worker_id
@@ -436,7 +422,7 @@ class Worker:
 
         Raises: InvalidArgument for no role, FailedPrecondition where the certificate does not name
         it (as it is on disk now), Unavailable while the worker stops or when it is told to
-        meanwhile; Internal when the next life could not begin: the worker ends.
+        meanwhile; Internal when the next session could not begin: the worker ends.
         """
         make_role = role_class(role_name)
         async with self._turn:
@@ -496,8 +482,8 @@ class Worker:
         logs.event(logger, "role_changed", role=role_name, incarnation=incarnation)
 
     async def stop(self) -> None:
-        """Drain, leave the registry, then end. A change of role in progress ends its old life first
-        and begins no other."""
+        """Drain, leave the registry, then end. A change of role in progress ends its old session
+        first and begins no other."""
         self._is_stopping = True
         async with self._turn:
             is_whole = self._broken is None and not self._has_no_life

@@ -1,12 +1,10 @@
 """StepLog: timestamps of the engine's steps, jobs, block transfers, garbage collections and event
 loop stalls, to find out why a step was late.
 
-Kept in memory, the newest MAX_ENTRIES of them, and written when the worker ends: a file in the
-folder of the setting `step_log`, one JSON array per line behind one object that says what they are.
-Times are seconds of the machine's monotonic clock, so that logs of several processes fit together.
-No names of requests, no tokens.
-
-Any thread adds; `run` and `write` belong to the loop's.
+The newest MAX_ENTRIES are kept in memory and written when the worker ends: a file in the folder of
+the setting `step_log`, with one header object and then one JSON array per line. Times are seconds
+of the machine's monotonic clock, so logs of several processes on it can be compared. The log has no
+request names and no tokens. Any thread adds entries; `run` and `write` are used on the event loop.
 """
 
 from __future__ import annotations

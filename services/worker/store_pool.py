@@ -1,58 +1,34 @@
-"""LoadedBlocks: the usable result of loading blocks from a store. Immutable.
+"""StoreConnector and RemoteStores: a worker's connections to KV stores, the home store of its node
+and those of other nodes. A store may fail, return, or return empty; that never fails a request: the
+request continues, and its missing blocks are counted as recomputed, by reason.
 
-TransferMetrics: durations and sizes of a worker's KV transfers: histograms by direction,
-transport and place, failed blocks by reason, and blocks that are put again.
+StoreConnector: the connection of one engine to its home store. A background task attaches, watches,
+and attaches again when the connection or the store's incarnation is lost; requests use the client
+that is attached at the time, or none. Invariant: a block that a transfer may still write into is
+quarantined at the engine before any further call about its request, until the transfer is over.
 
-`watch` is called with every client of a store or lender that the worker attaches to. Transfers that
-measure a link are none of these. Loop's thread; read from the metrics server's thread at any time
-(prometheus_client's values are made for that).
+RemoteStores: the connections to other nodes' stores, made on demand. Fencing: the caller names the
+incarnation of the store. A client of another incarnation is checked: if the store really has that
+other incarnation, the caller is refused with the reason `incarnation`; if the store has restarted,
+the client is closed and the new incarnation attached. No bytes move before that. Invariant: at most
+`max_stores` peers are attached or attaching (`check_integrity`; clients that are being closed do
+not count), and a client that moves bytes is not closed to make room.
 
-StoreTarget: address, identity, memory and transport with which a worker attaches to a store.
-Immutable; `store_target_of` makes it from the settings, and `attach_to_store` makes it a client.
+RemotePeer: one of these connections: unknown -> attaching (one attempt for all callers) -> attached
+-> dropped, or failed. During a failure's back-off all callers are refused at once; then one caller
+tries (half-open), and the others are refused until that attempt has ended.
 
-CallBreaker: a circuit breaker with exponential back-off for calls to a peer.
+CallBreaker: a circuit breaker with exponential back-off for calls to a peer. A failure opens it for
+BACKOFF_MIN_S, doubled by each further failure up to BACKOFF_MAX_S; after that it is half-open. A
+success closes it, but failures stay counted until none came for FORGIVE_S, so that a peer that
+accepts connections and then fails is not tried at the shortest interval.
 
-A failure opens it for BACKOFF_MIN_S, doubled by each further failure up to BACKOFF_MAX_S: never for
-ever. When that time is over it is half-open: its owner lets one caller try. A success closes it,
-but its failures count on until none came for FORGIVE_S: a peer that greets well and fails at work
-is not met twice a second.
+TransferMetrics: durations and sizes of KV transfers by direction, transport and place, failed
+blocks by reason, and blocks that are put again. `watch` is called with each attached client; link
+measurements are not counted. The metrics server's thread may read them at any time.
 
-StoreConnector: one engine's connection to one KV store, which may fail, return, or return empty.
-
-Life: a background task attaches, watches, and attaches again when the store's connection or
-incarnation is lost; requests use the client that is attached at the moment, or none. The store's
-absence never fails a request: the request continues and its blocks are counted as recomputed, by
-reason.
-
-Invariant: a block that a transfer may still write into is quarantined at the engine before any
-further call about its request, until the transfer is over.
-
-Knows no request life and no gRPC service. Belongs to the loop's thread.
-
-RemotePeer: one worker's connection to one store of another node: attached on demand, checked
-when in doubt, dropped when it fails, and tried again by one caller.
-
-Life: unknown -> attaching (one attempt for all callers) -> attached -> dropped, or failed. During a
-failure's back-off all callers are refused at once; then ONE caller tries (half-open), and the
-others are refused until that attempt has ended.
-
-Knows nothing of other peers, the limit of stores, or leases. Belongs to the loop's thread.
-
-RemoteStores: a worker's connections to the stores of other nodes, made on demand.
-
-Each store is a RemotePeer (services/worker/store_pool.py): attached once for all callers, refused
-during a back-off after a failure, then tried by one caller. This module limits the number of stores
-and checks which incarnation of a store is meant.
-
-Fencing: the caller names the incarnation of the store that it means. A client of another
-incarnation is checked: if the store really has that other incarnation, the caller is refused with
-the reason `incarnation`; if the store has restarted, the client is closed and the new incarnation
-attached. No bytes move before that.
-
-Invariant: at most `max_stores` peers are attached or attaching (`check_integrity`), and a client
-that moves bytes is not closed to make room. Clients that are being closed do not count.
-
-Knows no handles, no requests, no engine. Belongs to the loop's thread.
+LoadedBlocks (the result of a load) and StoreTarget (address, identity, memory and transport of an
+attachment) are values. Everything else is used on the event loop's thread.
 """
 
 from __future__ import annotations

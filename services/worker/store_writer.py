@@ -1,50 +1,42 @@
-"""BlockWriter: puts one request's full blocks into the KV store, parent first, while the engine
-computes the next ones.
+"""BlockWriter and WriteBehind: write full KV blocks from the engine's cache to the KV store. In the
+store the presence of blocks stays closed under prefixes: a block is stored only after its parent.
 
-Life: `add` as blocks are filled (any number of times) -> `finish` with the tail -> done; or
-`cancel` at any time. Blocks that come while a put is under way go together with the next, at most
-BATCH_BYTES in one. The first that cannot be stored ends it: nothing behind a block that is not
-there may be stored (presence is prefix-closed).
+BlockWriter: the write-through of one request, whose handle names the blocks. It puts the full
+blocks, parent first, while the engine computes the next ones: `add` as blocks are filled ->
+`finish` with the tail -> done; or `cancel` at any time. Blocks that come during a put go together
+with the next one, at most BATCH_BYTES in one. The first block that cannot be stored ends it.
+Invariant: `refs[i]` is the location of full block i of the prompt, pinned by `lease_id`, without
+gaps from block 0. A source block must not change until its put is over; after `cancel` it may,
+since a cancelled put never commits.
 
-Invariant: `refs[i]` is where full block i of the prompt lies, pinned by `lease_id`; no gaps from
-block 0. A source block must not change until its put is over; after `cancel` it may, because a
-cancelled put never commits.
+WriteBehind: stores full blocks that no handle names, in the background; no request waits for it.
+Decode workers store the blocks of their answers, for the next turn of a conversation. Prefill
+workers store a prompt whose handle names their own cache, or that needs no handle (an embedding, an
+answer of one token).
 
-Belongs to the loop's thread.
+A chain is the full blocks of one sample or prompt: `begin` -> `add` as its blocks are filled ->
+stored in batches while the request runs -> `end`, or `end_after_reader` -> the rest, at most
+`put_budget_s` later -> removed. `drop` or the first failure ends it at once; a failure is counted
+by reason, and another worker computes the missing blocks.
 
-WriteBehind: stores full blocks that no handle names, in the background of the requests that
-filled them.
+- Blocks are found by chain hash in the engine's prefix cache and quarantined during their put. So
+  the state of their request does not matter, and an evicted block is not stored. Answers of a beam
+  search are not in the prefix cache, and so are not stored; of a quantized cache it has frozen
+  blocks only.
+- The engine can be asked only between two steps, so each turn takes the blocks that two steps fill,
+  of several chains; the turn after a late one makes up for it.
+- A put carries blocks of as many chains as possible, since its two calls cost the worker's
+  interpreter more than the blocks: on 2 shared cores 1.3 ms, and 6 us a block. There is one put at
+  a time to each store, so a slow store delays only its own chains. The size of a put follows from
+  the duration of the last, at most `max_put_bytes`; its time is at most `put_budget_s`.
+- A put names the block before its first. The chain assumes that the blocks before `num_stored` are
+  in the store; if they are not (evicted, or in another store), the store refuses the put and the
+  chain is put from its beginning. Blocks that are present cost nothing.
+- It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it,
+  and a request that finds no free blocks gets the quarantined ones (`give_way`): their puts are
+  cancelled, and their chains are put again while they are cached.
 
-Decode workers store the blocks of their answers, so that the next turn of a conversation finds
-them. Prefill workers store the blocks of a prompt whose handle names their own cache, or that
-needs no handle (an embedding, an answer of one token). No request's end waits for any of it.
-
-Life of a chain (the full blocks of one sample, or of one prompt): `begin` -> `add` as its blocks
-are filled -> stored in batches while the request runs -> `end`, or `end_after_reader` -> the rest,
-at most `put_budget_s` later -> forgotten. `drop` ends it at once. The first failure ends it, and is
-counted by its reason: another worker will compute what is missing.
-
-Blocks are found by their chain hash in the engine's prefix cache and quarantined until the puts of
-their turn are over. So it does not matter whether their request is live, preempted, failed or over,
-and a block that was evicted is not stored. The engine can be asked between two steps only, so a
-turn takes what two steps fill, of several chains: a turn that is late is made up for by the next. A
-put carries blocks of as many chains as are held, since its two calls cost a worker's interpreter
-more than the blocks in them: on 2 shared cores 1.3 ms, and 6 us a block. One put is under way to
-each store. How much it carries follows from how long the last one took, at most `max_put_bytes`; it
-takes at most `put_budget_s`. A store that is slow keeps the chains of no other store waiting.
-
-Presence in the store stays closed under prefixes: a put names the block before its first. The chain
-takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
-store), the store refuses the put and the chain is put from its beginning (blocks that are present
-cost nothing).
-
-It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it,
-and a request that finds no free blocks gets those that are held (`give_way`): a put that is
-cancelled never commits, so its blocks may change. Its chains are put again while they are cached.
-Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
-quantized cache frozen ones. A beam search's answers are not in it, so they are not stored.
-
-Knows no request and no stub. Belongs to the loop's thread.
+Used on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""Worker side of a multiplexed gRPC stream, for either role: commands of one router arrive, and all
-events since the last write are sent as one message.
+"""`serve`: the worker side of a multiplexed gRPC stream with one router, for either role. The
+router's commands go to a Session, and all events since the last write are sent as one message from
+an Outbox.
 
-While the reader keeps up that is one message per engine step; behind a slow one steps share a
-message, up to MAX_EVENTS, so that what waits here is bounded by the requests' own lengths. The
-stream ends when the router has no more commands and its last request is over; when it breaks, all
-of them end.
+While the router keeps up, that is one message per engine step. With a slow router steps share a
+message, up to MAX_EVENTS, so the requests' own lengths bound the events that wait. The stream ends
+when the router has no more commands and its last request is over; when the stream breaks, all of
+its requests end. Used on the event loop's thread.
 
-Knows no stubs and no request. Belongs to the loop's thread.
-
-Translation of protobuf SamplingParams to the engine's values: sampling, number of samples,
-grammar and beam search.
-
-Stop strings, tool calls and words are the router's (text is made there): a worker that receives one
-of them refuses, since it would be ignored otherwise. Ranges are checked by the engine at `reserve`.
-Pure.
-
-Conversion of a message's token ids to Python values. Pure; any thread.
+Also here: the conversion of protobuf SamplingParams (sampling, number of samples, grammar, beam
+search) and token ids to the engine's values. Stop strings, tool calls and words are handled by the
+router, which makes the text: a worker that receives one of them refuses, since it would ignore it.
+The engine checks the ranges at `reserve`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""FakeScaler: a Scaler over a list in memory, for tests and demonstrations; its workers start when
-they are told to, and can be made to fail. One asyncio loop.
+"""FakeScaler: a Scaler over a list in memory, for tests and demonstrations. Its workers become
+ready or disappear when the test calls `settle`, and its calls can be made to fail. One asyncio
+loop.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from services.autoscaler.signals import ByRole, Role
 
 
 class FakeScaler:
-    """See the module."""
+    """Scaler of imaginary workers."""
 
     def __init__(self, prefill: int = 0, decode: int = 0) -> None:
+        """prefill, decode: numbers of workers that are ready at first."""
         self.units: list[Unit] = []
         self.error: ScalerError | None = None
         """Raised by every call while it is set."""
@@ -30,7 +32,7 @@ class FakeScaler:
         self.settle()
 
     def settle(self) -> None:
-        """Who starts is ready, who leaves is gone."""
+        """Make starting workers ready, and remove leaving ones."""
         self.units = [
             replace(unit, state=UnitState.READY)
             for unit in self.units

@@ -1,12 +1,12 @@
-"""SimulatedCluster: a model of a cluster under load, on which a plan (or another rule) can be
-tried: what requests meet while workers start, stop and flip.
+"""SimulatedCluster: a discrete-time simulation of prefill and decode workers under load, to test
+the autoscaler's plan or another rule: it gives the latencies of requests while workers start, stop
+and flip.
 
-A prefill worker computes one prompt after the other; a decode worker all of its streams at once, in
-steps of a + b * batch seconds. A router sends a prompt to the prefill worker with the fewest tokens
-ahead of it, once a decode worker has a place for its stream. A started worker serves after
+A prefill worker computes one prompt after the other. A decode worker runs all of its streams at
+once, in steps of a + b * batch seconds. The router sends a prompt to the prefill worker with the
+fewest queued tokens, once a decode worker has a place for its stream. A started worker serves after
 `start_s`, a flipped one after `flip_s`. Streams of a decode worker that stops or flips continue on
-another one; a prefill worker finishes the prompts that it has. The time is simulated.
-Deterministic; not thread-safe.
+another one; a prefill worker finishes its prompts first. Deterministic; not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from services.autoscaler.signals import (
 
 @dataclass(frozen=True)
 class Machines:
-    """What the workers are, in truth."""
+    """True speeds, sizes and delays of the simulated workers."""
 
     token_s: float = 1 / 25_000
-    """For one prompt token."""
+    """Seconds of prefill for one prompt token."""
     step_s: float = 0.0066
     stream_s: float = 0.00005
-    """A decode step takes step_s + stream_s * batch."""
+    """A decode step takes step_s + stream_s * batch seconds."""
     max_streams: int = 64
     stream_blocks: int = 80
     num_blocks: int = 25_000
     start_s: float = 60.0
     flip_s: float = 5.0
     drain_s: float = 5.0
-    """At least, until a leaving worker's device is free."""
+    """Shortest time until the device of a leaving worker is free."""
 
 
 @dataclass
 class SimulatedRequest:
-    """One of the load, and what it met."""
+    """Request of the simulated load, with its times in seconds of simulated time: arrival (`at_s`),
+    dispatch, first token, end."""
 
     at_s: float
     num_prompt_tokens: int
@@ -65,17 +66,17 @@ class SimulatedRequest:
 
     @property
     def num_uncached_tokens(self) -> int:
-        """At least one must be computed."""
+        """Prompt tokens to compute; at least 1."""
         return max(1, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def ttft_s(self) -> float | None:
-        """None: it has no token yet."""
+        """Seconds from the arrival to the first token; None: there is no token yet."""
         return None if self.first_s is None else self.first_s - self.at_s
 
     @property
     def tpot_s(self) -> float | None:
-        """None: it has not ended."""
+        """Mean seconds between two output tokens; None: the request has not ended."""
         if self.first_s is None or self.end_s is None:
             return None
         return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
@@ -83,45 +84,48 @@ class SimulatedRequest:
 
 @dataclass
 class SimulatedWorker:
-    """One of them, and what it has to do."""
+    """Simulated worker, with its queued prompts and its streams."""
 
     name: str
     role: Role
     serves_at_s: float
     leaves_at_s: float | None = None
-    """Not None: it is draining, and its device is free then at the earliest."""
+    """Not None: the worker is draining, and its device is free at this time at the earliest."""
     is_flipping: bool = False
     prompts: deque[SimulatedRequest] = field(default_factory=deque)
     done_s: float = 0.0
-    """Of the first prompt, seconds that were spent."""
+    """Seconds already spent on the first prompt."""
     num_reserved: int = 0
-    """Places kept for prompts that are not computed yet."""
+    """Places reserved for streams of prompts that are not computed yet."""
     progress: float = 0.0
-    """Tokens that a stream got that was there from the start."""
+    """Decode steps so far: tokens that a stream would have received that was there from the
+    start."""
     streams: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
-    """By the progress at which they end."""
+    """Heap of (progress at which the stream ends, tie-breaker, request)."""
     work: Work = field(default_factory=Work)
+    """Work since the previous observation."""
 
     @property
     def num_queued_tokens(self) -> int:
+        """Prompt tokens that this worker has yet to compute."""
         return sum(request.num_uncached_tokens for request in self.prompts)
 
 
 # ---- the cluster
 
 STEP_S = 0.05
-"""Of simulated time; what happens within one happens at its end, but for prompts, whose ends are
-exact."""
+"""Step of the simulation in seconds. Events within a step count as of its end, except the ends of
+prompts, which are exact."""
 
 BOUNDS_S = tuple(0.001 * 1.25**power for power in range(56))
-"""Of the histograms: 1 ms to 3.6 minutes, a quarter apart."""
+"""Bounds of the histograms in seconds: 1 ms to 3.6 minutes, each 1.25 times the one before."""
 
 
 class SimulatedCluster:
-    """See the module."""
+    """Simulation of the workers, the router and the requests of one model."""
 
     def __init__(self, machines: Machines, workers: ByRole[int]) -> None:
-        """`workers` serve from the beginning."""
+        """workers: numbers of workers that serve from the beginning."""
         self.machines = machines
         self.now_s = 0.0
         self.num_arrived = 0
@@ -134,9 +138,9 @@ class SimulatedCluster:
                 self._start(role, 0.0)
         self._waiting: deque[SimulatedRequest] = deque()
         self._places: dict[int, SimulatedWorker] = {}
-        """Of each request that is computed, where its stream will run."""
+        """For each request in prefill, by `id`, the decode worker of its stream."""
         self._moving: deque[tuple[SimulatedRequest, float]] = deque()
-        """Streams without a worker, and what they have still to get."""
+        """Streams without a worker, and the number of tokens that they have yet to receive."""
         self._seen = Traffic(1.0)
         self._seen_at_s = 0.0
         self._ttft, self._tpot = _no_counts(), _no_counts()
@@ -144,13 +148,13 @@ class SimulatedCluster:
     # ---- what is done to it
 
     def arrive(self, request: SimulatedRequest) -> None:
-        """A request, at its time."""
+        """Add a request; the caller has advanced the simulation to its arrival time."""
         self._waiting.append(request)
         self.num_arrived += 1
         self._seen = replace(self._seen, num_arrived=self._seen.num_arrived + 1)
 
     def set(self, wanted: ByRole[int]) -> None:
-        """So many workers of each role are wanted from now on."""
+        """Set the wanted numbers of workers; workers start and leave accordingly."""
         for role in Role:
             staying = [w for w in self._workers if w.role is role and w.leaves_at_s is None]
             for _ in range(wanted.of(role) - len(staying)):
@@ -161,7 +165,10 @@ class SimulatedCluster:
                 self._leave(worker)
 
     def flip(self, flip: Flip) -> None:
-        """One worker takes the other role. Raises: KeyError for a worker that is not there."""
+        """Move one worker to the other role.
+
+        Raises: KeyError for an unknown or leaving worker.
+        """
         found = {w.name: w for w in self._workers if w.leaves_at_s is None}
         worker = found[flip.worker_id]
         self._hand_over(worker)
@@ -169,7 +176,7 @@ class SimulatedCluster:
         worker.serves_at_s = self.now_s + self.machines.flip_s
 
     def advance(self, to_s: float) -> None:
-        """Let time pass."""
+        """Run the simulation up to the time `to_s`, in seconds."""
         while self.now_s < to_s - 1e-9:
             self._step(min(STEP_S, to_s - self.now_s))
 
@@ -182,17 +189,17 @@ class SimulatedCluster:
         return len(self._waiting) + len(self._moving) + streams
 
     def serving(self) -> ByRole[int]:
-        """Workers that serve now."""
+        """Return the numbers of workers that serve now."""
         return ByRole(len(self._ready(Role.PREFILL)), len(self._ready(Role.DECODE)))
 
     def present(self) -> ByRole[int]:
-        """Workers that hold a device: starting, serving, leaving."""
+        """Return the numbers of workers that hold a device: starting, serving or leaving."""
         return ByRole(
             *(sum(worker.role is role for worker in self._workers) for role in Role),
         )
 
     def observe(self) -> Observations:
-        """A look; what happened since the look before is told once."""
+        """Return an observation, and start new counts: each event is in one observation only."""
         elapsed_s = self.now_s - self._seen_at_s
         has_workers = all(self._ready(role) for role in Role)
         num_waiting = len(self._waiting)
@@ -247,7 +254,8 @@ class SimulatedCluster:
         )
 
     def check_integrity(self) -> None:
-        """No request is lost or in two places, and every place that is kept is somebody's.
+        """Check that no request is lost or in two places, and that every reserved place belongs to
+        a prompt.
 
         Raises: Internal.
         """
@@ -318,7 +326,8 @@ class SimulatedCluster:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Prompts go to workers as long as there are places for their streams."""
+        """Send waiting prompts to prefill workers while decode workers have places for their
+        streams."""
         prefill, decode = self._ready(Role.PREFILL), self._ready(Role.DECODE)
         if not prefill:
             return
@@ -356,7 +365,7 @@ class SimulatedCluster:
             num_tokens += request.num_uncached_tokens
             worker.prompts.popleft()
             self._first_token(request, begin_s + spent_s)
-        # Tokens of a prompt that is not done are told when it is, and its seconds with them.
+        # The tokens and seconds of an unfinished prompt are reported when it ends.
         busy_s = num_tokens * token_s
         work = worker.work
         worker.work = replace(
@@ -419,7 +428,7 @@ class SimulatedCluster:
 
 
 _NOWHERE = SimulatedWorker("nowhere", Role.DECODE, 0.0)
-"""Of a stream whose worker left before it began."""
+"""Place of a stream whose decode worker left before the stream began."""
 
 
 def _load(worker: SimulatedWorker) -> tuple[int, str]:
