@@ -477,7 +477,7 @@ def most_carried(rates: Rates, limits: ScaleLimits) -> float:
     )
 
 
-def is_allowed_pair(pair: ByRole[int], rates: Rates, limits: ScaleLimits) -> ByRole[int]:
+def nearest_allowed_pair(pair: ByRole[int], rates: Rates, limits: ScaleLimits) -> ByRole[int]:
     """Return `pair`, or a close pair within the limits if a limit forbids it. The result never has
     more workers of one role and fewer of the other than `pair`: excess is removed first."""
     least = limits.least
@@ -554,7 +554,7 @@ def shrunk_pair(
     return pair
 
 
-def is_helped_by_move(
+def move_that_helps(
     before: ByRole[int], rates: Rates, limits: ScaleLimits, *, slack: float
 ) -> tuple[Role, ByRole[int]] | None:
     """Return the pool that is the bottleneck, and the pair in which it has one worker more and the

@@ -394,7 +394,7 @@ class LoadEstimate:
     pressure: Pressure
     capacity: Capacity
     helped: tuple[Role, ByRole[int]] | None
-    """See `capacity_model.is_helped_by_move`; None also while the wanted workers carry the load."""
+    """See `capacity_model.move_that_helps`; None also while the wanted workers carry the load."""
 
 
 # ---- terms and notes of a decision
@@ -770,7 +770,7 @@ def _put_right(case: PlanInput, rates: Rates) -> Decision:
     worker is removed."""
     limits, before = case.limits, case.before
     wanted, broken = (
-        capacity_model.is_allowed_pair(before, rates, limits),
+        capacity_model.nearest_allowed_pair(before, rates, limits),
         capacity_model.broken_limit(before, limits),
     )
     if sum(wanted.of(role) - before.of(role) for role in Role) > 0:
@@ -839,7 +839,7 @@ def _ask(
         load = predict_load(seen, traffic, before, capacity, rates, limits, pace)
     helped = None
     if load.rate > rates.carried(case.before):
-        helped = capacity_model.is_helped_by_move(case.before, rates, limits, slack=pace.slack)
+        helped = capacity_model.move_that_helps(case.before, rates, limits, slack=pace.slack)
     look = PastLook(
         now_s, traffic, load.needed, load.enough, load.waiting, helped[0] if helped else None
     )

@@ -147,13 +147,13 @@ def test_a_move_is_told_only_where_it_gains_more_than_the_slack() -> None:
     table = ByRole((0.0, 10.0, 20.0, 30.0, 40.0, 50.0), (0.0, 8.0, 16.0, 24.0, 32.0, 40.0))
     found = Rates(table, rates().bounds)
     limits = ScaleLimits(PoolLimits(1, 5), PoolLimits(1, 5), 6)
-    assert capacity_model.is_helped_by_move(ByRole(4, 2), found, limits, slack=0.2) == (
+    assert capacity_model.move_that_helps(ByRole(4, 2), found, limits, slack=0.2) == (
         Role.DECODE,
         ByRole(3, 3),
     )
     # 24 a second either way
-    assert capacity_model.is_helped_by_move(ByRole(3, 3), found, limits, slack=0.2) is None
-    assert capacity_model.is_helped_by_move(ByRole(4, 2), found, limits, slack=0.6) is None
+    assert capacity_model.move_that_helps(ByRole(3, 3), found, limits, slack=0.2) is None
+    assert capacity_model.move_that_helps(ByRole(4, 2), found, limits, slack=0.6) is None
 
 
 def test_workers_are_added_where_they_let_most_through(seed: int) -> None:
