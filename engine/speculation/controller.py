@@ -100,7 +100,8 @@ TRIAL = 3
 FEW = 4
 """Largest size of a small batch, whose first calls are for all sequences: a call for a few costs
 little more than one for a single sequence (on a CPU, bundled pair: 9 ms for 1, 13 for 2, 14 for 4).
-The first calls of a larger batch are for one sequence."""
+The first calls of a larger batch are for one sequence, and where steps are not launched ahead they
+come when it was served for a while: a batch that ends soon would not earn back what they cost."""
 _CATCH_UP = 512
 """Largest number of tokens, together, of several sequences in a first call: a proposer may have to
 compute all of them; guessed."""
@@ -429,15 +430,16 @@ class CallBudget:
         share: share of the serving time that calls without gain may cost.
         credit_s: initial credit in seconds.
         width: number of sequences of the first calls.
+        pause_s: credit in seconds that is earned by serving before the first call.
     """
 
-    def __init__(self, share: float, credit_s: float, width: int) -> None:
+    def __init__(self, share: float, credit_s: float, width: int, pause_s: float = 0.0) -> None:
         self.credit_s = credit_s
         self.width = width
         self.num_trials = 0
         self._share = share
-        self._most_s = credit_s
-        self._least_s = 0.0
+        self._most_s = credit_s + pause_s
+        self._least_s = credit_s + pause_s if pause_s else 0.0
         """Credit in seconds that the next trial needs."""
         self._owed_s = 0.0
         """Seconds of bookkeeping that no trial has paid for."""
@@ -682,9 +684,13 @@ class SpeculationController:
         Args: first: largest number of sequences of the first calls of a small batch.
         """
         place = size_class(load.num_sequences)
-        width = min(first, 1 << place) if load.num_sequences <= FEW else 1
+        is_small = load.num_sequences <= FEW
+        width = min(first, 1 << place) if is_small else 1
         share, credit_s = PROBE_SHARE / self._num_proposers, GRANT_STEPS * load.plain_s
-        budgets = [CallBudget(share, credit_s, width) for _ in range(self._num_proposers)]
+        # Where steps are not launched ahead, as on a CPU, drafts rarely pay for a large batch.
+        is_launched = self._step_times.is_launched(load.num_sequences)
+        pause_s = 0.0 if is_small or is_launched else _AGAIN_STEPS * load.plain_s
+        budgets = [CallBudget(share, credit_s, width, pause_s) for _ in range(self._num_proposers)]
         self._classes[place] = one = _SizeClass(budgets)
         return one
 

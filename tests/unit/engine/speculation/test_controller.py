@@ -421,6 +421,12 @@ def test_drafts_for_a_large_batch_are_tried_for_all_of_it(size: int, unlaunched_
         assert sum(one.num_asked == size for one in steps[450:]) > 85
 
 
+def test_a_large_batch_that_ends_soon_pays_for_no_trial_where_steps_are_not_launched() -> None:
+    world = dataclasses.replace(_h200(8), is_launched=False)
+    steps = _serve(world, 200)
+    assert not any(one.num_asked for one in steps[:90]) and any(one.num_asked for one in steps)
+
+
 @pytest.mark.parametrize("make", [functools.partial(_h200, size) for size in (1, 8, 32)])
 def test_a_change_is_noticed_within_some_hundred_steps(make: Callable[..., _World]) -> None:
     world = make(lambda step: 0.8 if 1000 <= step < 2200 else 0.0)
@@ -478,7 +484,7 @@ def test_a_small_batch_is_tried_as_a_whole_and_a_large_or_a_long_one_by_one() ->
         (8, 30, 1),
     ):
         world = dataclasses.replace(_h200(size), num_tokens=num_tokens)
-        steps = _serve(world, 30)
+        steps = _serve(world, 30 if size <= 4 else 200)
         assert next(one.num_asked for one in steps if one.num_asked) == num_first
 
 
@@ -674,7 +680,7 @@ def test_what_a_step_lasts_without_guesses_is_without_their_bookkeeping() -> Non
 
 def test_each_class_of_sizes_sleeps_by_itself_and_launched_steps_count() -> None:
     one = SpeculationController(1)
-    for _ in range(8 + TRIAL + 1):
+    for _ in range(120):
         _step(one, 8, own_s=2 * PLAIN_S, kept=0)
     assert one.is_asleep(8) and one.is_asleep(5) and not one.is_asleep(4) and not one.is_asleep(0)
     for _ in range(9):
@@ -686,8 +692,9 @@ def test_each_class_of_sizes_sleeps_by_itself_and_launched_steps_count() -> None
         else:
             one.on_launched_step(6, PLAIN_S, is_first=True, is_last=True)
         num_served += 1
-    # Three calls of two steps each on a grant of three: half a step is there after 700.
-    assert 600 < num_served < 700
+    # Three calls of two steps each on a grant of three, and half a step that was earned before:
+    # half a step is there after 600.
+    assert 500 < num_served < 600
 
 
 def _course(
