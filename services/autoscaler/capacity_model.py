@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from services.autoscaler.config import Pace, Priors, ScaleLimits, Targets
-from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Worker
+from services.autoscaler.signals import ByRole, Observations, ObservedTraffic, ObservedWorker, Role
 
 # ---- capacity of a worker, learned
 
@@ -253,7 +253,7 @@ def learn(before: Capacity, seen: Observations, *, stale_s: float) -> Capacity:
     return after if seen.traffic is None else _of_traffic(after, seen.traffic)
 
 
-def _of_worker(before: Capacity, role: Role, worker: Worker) -> Capacity:
+def _of_worker(before: Capacity, role: Role, worker: ObservedWorker) -> Capacity:
     work = worker.work
     num_prompt = max(0, work.num_computed_tokens - work.num_decode_tokens)
     if role is Role.PREFILL:
@@ -275,7 +275,7 @@ def _of_worker(before: Capacity, role: Role, worker: Worker) -> Capacity:
     return after
 
 
-def _of_traffic(before: Capacity, traffic: Traffic) -> Capacity:
+def _of_traffic(before: Capacity, traffic: ObservedTraffic) -> Capacity:
     num, num_prompt = traffic.num_finished, traffic.num_prompt_tokens
     return replace(
         before,
@@ -621,8 +621,8 @@ class PredictedLoad:
 
 def predict_load(
     seen: Observations,
-    traffic: Traffic,
-    before: Sequence[tuple[float, Traffic]],
+    traffic: ObservedTraffic,
+    before: Sequence[tuple[float, ObservedTraffic]],
     capacity: Capacity,
     rates: Rates,
     limits: ScaleLimits,
@@ -664,7 +664,7 @@ def predict_load(
 
 
 def _rate(
-    history: Sequence[tuple[float, Traffic]], now_s: float, from_s: float, to_s: float
+    history: Sequence[tuple[float, ObservedTraffic]], now_s: float, from_s: float, to_s: float
 ) -> tuple[float, float]:
     """Return the arrivals per second in the traffic aged `from_s` to `to_s` seconds, and the
     seconds that this traffic covers."""
@@ -685,7 +685,7 @@ def _trend(now: tuple[float, float], earlier: tuple[float, float], pace: Pace) -
     return min(rise / pace.window_s * pace.lead_s, MOST_TREND * now[0])
 
 
-def num_waiting(seen: Observations, traffic: Traffic, capacity: Capacity) -> float:
+def num_waiting(seen: Observations, traffic: ObservedTraffic, capacity: Capacity) -> float:
     """Return the number of waiting requests: those in routers, and those at prefill workers,
     estimated from their queued tokens, without one in computation at each worker."""
     pool = seen.pools.prefill

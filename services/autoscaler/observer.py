@@ -28,13 +28,13 @@ from protos import common_pb2, router_status_pb2
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import (
     ByRole,
-    Histogram,
+    DurationCounts,
     Observations,
+    ObservedTraffic,
+    ObservedWorker,
     Pool,
     Role,
-    Traffic,
     Work,
-    Worker,
 )
 
 # ---- one look at the registry
@@ -219,7 +219,7 @@ class Observer:
         if seen.scale is not None:
             self._scale, self._scale_s = seen.scale, seen.now_s
         since_s = 0.0
-        traffic: Traffic | None = None
+        traffic: ObservedTraffic | None = None
         if seen.registry is None:
             since_s = seen.now_s - self._looked_s if self._looked_s is not None else math.inf
         else:
@@ -246,7 +246,7 @@ class Observer:
 
     def _pools(self, seen: ObservationInputs, since_s: float) -> ByRole[Pool]:
         roles = self.roles(seen.flipping)
-        workers: dict[Role, list[Worker]] = {role: [] for role in Role}
+        workers: dict[Role, list[ObservedWorker]] = {role: [] for role in Role}
         work: dict[Life, Work] = {}
         for beaten in self._workers():
             status = beaten.status
@@ -254,7 +254,7 @@ class Observer:
             total = _work(status)
             work[life] = total
             workers[roles[beaten.entry_id]].append(
-                Worker(
+                ObservedWorker(
                     worker_id=beaten.entry_id,
                     age_s=beaten.age_s + since_s,
                     is_draining=status.draining,
@@ -283,7 +283,7 @@ class Observer:
 
     def _take_traffic(
         self, before_s: float | None, now_s: float, problems: list[str]
-    ) -> Traffic | None:
+    ) -> ObservedTraffic | None:
         now: dict[Life, router_status_pb2.ModelTraffic] = {}
         lived_s: dict[Life, float] = {}
         for beaten in self._registry.routers:
@@ -307,7 +307,9 @@ class Observer:
             return _sum(parts)
         except ValueError as error:
             problems.append(f"routers measure latencies in different classes: {error}")
-            return _sum(replace(part, ttft=Histogram(), tpot=Histogram()) for part in parts)
+            return _sum(
+                replace(part, ttft=DurationCounts(), tpot=DurationCounts()) for part in parts
+            )
 
     def _of_model(
         self, beaten: LiveEntry[router_status_pb2.RouterStatus], problems: list[str]
@@ -351,8 +353,8 @@ def _since(before: Work, now: Work) -> Work:
 
 def _traffic_of(
     before: router_status_pb2.ModelTraffic, now: router_status_pb2.ModelTraffic, elapsed_s: float
-) -> Traffic:
-    return Traffic(
+) -> ObservedTraffic:
+    return ObservedTraffic(
         elapsed_s=elapsed_s,
         num_arrived=max(0, _asked(now) - _asked(before)),
         num_refused=max(0, now.num_refused - before.num_refused),
@@ -376,29 +378,31 @@ def _asked(traffic: router_status_pb2.ModelTraffic) -> int:
     return traffic.num_arrived - traffic.num_rejected
 
 
-def _histogram(before: router_status_pb2.Durations, now: router_status_pb2.Durations) -> Histogram:
+def _histogram(
+    before: router_status_pb2.Durations, now: router_status_pb2.Durations
+) -> DurationCounts:
     """Return the histogram of the durations since `before`; empty if a router reports an invalid
     one."""
     counts = list(now.counts)
     if list(before.bounds_s) == list(now.bounds_s) and len(before.counts) == len(counts):
         counts = [max(0, b - a) for a, b in zip(before.counts, counts, strict=True)]
     try:
-        return Histogram(tuple(now.bounds_s), tuple(counts))
+        return DurationCounts(tuple(now.bounds_s), tuple(counts))
     except ValueError:
-        return Histogram()
+        return DurationCounts()
 
 
-def _sum(parts: Iterable[Traffic]) -> Traffic:
+def _sum(parts: Iterable[ObservedTraffic]) -> ObservedTraffic:
     """Return the traffic of all routers together.
 
     Raises: ValueError when the bounds of their histograms differ.
     """
-    total: Traffic | None = None
+    total: ObservedTraffic | None = None
     for part in parts:
         if total is None:
             total = part
             continue
-        total = Traffic(
+        total = ObservedTraffic(
             elapsed_s=total.elapsed_s,
             ttft=total.ttft.plus(part.ttft),
             tpot=total.tpot.plus(part.tpot),

@@ -51,7 +51,15 @@ from services.autoscaler.capacity_model import (
 )
 from services.autoscaler.config import START_S, Pace, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
-from services.autoscaler.signals import ByRole, Histogram, Observations, Pool, Role, Traffic, Worker
+from services.autoscaler.signals import (
+    ByRole,
+    DurationCounts,
+    Observations,
+    ObservedTraffic,
+    ObservedWorker,
+    Pool,
+    Role,
+)
 
 # ---- state between observations
 
@@ -61,7 +69,7 @@ class PastLook:
     """Record of one earlier observation: the traffic, and the workers that it needed."""
 
     at_s: float
-    traffic: Traffic
+    traffic: ObservedTraffic
     needed: ByRole[int]
     """Fewest workers for the load."""
     enough: ByRole[int]
@@ -170,10 +178,10 @@ class PlanState:
         )
 
 
-def latencies(traffics: Sequence[Traffic]) -> tuple[Histogram, Histogram]:
+def latencies(traffics: Sequence[ObservedTraffic]) -> tuple[DurationCounts, DurationCounts]:
     """Return the histograms of TTFT and TPOT over several observations, oldest first. Those with
     other bounds than the newest are left out."""
-    ttft, tpot = Histogram(), Histogram()
+    ttft, tpot = DurationCounts(), DurationCounts()
     for traffic in reversed(traffics):
         if not ttft.bounds_s or traffic.ttft.bounds_s == ttft.bounds_s:
             ttft = ttft.plus(traffic.ttft)
@@ -514,7 +522,9 @@ STRAINED = 1.05
 """Strain above which the reason of an addition is the latency."""
 
 
-def first_workers(case: PlanInput, traffic: Traffic, asked: LoadEstimate) -> Decision | None:
+def first_workers(
+    case: PlanInput, traffic: ObservedTraffic, asked: LoadEstimate
+) -> Decision | None:
     """Return the decision of rule 4 while no workers are wanted: none until a request comes, then
     the first workers. None: the rule does not apply."""
     if case.before != ByRole(0, 0):
@@ -639,7 +649,7 @@ def _flip(case: PlanInput, role: Role, binding: str) -> Decision | None:
     return replace(decision, flips=(Flip(chosen.worker_id, role),))
 
 
-def _able(case: PlanInput, role: Role) -> list[Worker]:
+def _able(case: PlanInput, role: Role) -> list[ObservedWorker]:
     """Return the workers of the other pool that can take `role`, now or later. Empty unless more
     workers of that pool serve than its minimum: a wanted worker that does not serve yet may never
     start."""
@@ -812,7 +822,7 @@ def _with_load(case: PlanInput, targets: Targets, priors: Priors) -> tuple[Decis
 
 
 def _ask(
-    case: PlanInput, traffic: Traffic, targets: Targets, priors: Priors
+    case: PlanInput, traffic: ObservedTraffic, targets: Targets, priors: Priors
 ) -> tuple[LoadEstimate, PlanState]:
     seen, limits, pace, state = case.seen, case.limits, case.pace, case.state
     now_s = seen.now_s
@@ -860,7 +870,7 @@ def _capacity(state: PlanState, priors: Priors) -> Capacity:
     return state.capacity or Capacity.believed(priors)
 
 
-def _timed(seen: Observations, traffic: Traffic, state: PlanState, pace: Pace) -> PlanState:
+def _timed(seen: Observations, traffic: ObservedTraffic, state: PlanState, pace: Pace) -> PlanState:
     """Return the state with `complete_since_s` and `idle_since_s` updated."""
     pools = [seen.pools.of(role) for role in Role]
     is_complete = not seen.num_flipping and not any(p.num_starting or p.num_draining for p in pools)

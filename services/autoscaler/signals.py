@@ -59,7 +59,7 @@ class ByRole(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Histogram:
+class DurationCounts:
     """Histogram of durations: `counts[i]` samples took at most `bounds_s[i]` seconds and more than
     the bound before; the last count has no upper bound. Empty: all counts are 0, or no bounds.
 
@@ -109,7 +109,7 @@ class Histogram:
             within += self.counts[index] * max(0.0, part)
         return within / self.total
 
-    def plus(self, other: Histogram) -> Histogram:
+    def plus(self, other: DurationCounts) -> DurationCounts:
         """Return the sum of both histograms; one without bounds adds nothing.
 
         Raises: ValueError when their bounds differ.
@@ -120,7 +120,7 @@ class Histogram:
             return other
         if self.bounds_s != other.bounds_s:
             raise ValueError("histograms of other bounds cannot be added")
-        return Histogram(
+        return DurationCounts(
             self.bounds_s, tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
         )
 
@@ -140,7 +140,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Worker:
+class ObservedWorker:
     """State of one worker as of its last heartbeat."""
 
     worker_id: str
@@ -172,7 +172,7 @@ class Pool:
     """Workers that the Scaler reports as ready. The rest of `wanted` are starting."""
     num_draining: int = 0
     """Workers that are ending and still hold their devices; not part of `wanted`."""
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[ObservedWorker, ...] = ()
     """Workers in the registry, including draining ones."""
 
     @property
@@ -187,7 +187,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ObservedTraffic:
     """Traffic of one model at all routers together: counts since the previous observation, and
     present levels."""
 
@@ -202,8 +202,8 @@ class Traffic:
     """Prompt tokens of the finished requests; the next two are also of finished requests."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    ttft: Histogram = field(default_factory=Histogram)
-    tpot: Histogram = field(default_factory=Histogram)
+    ttft: DurationCounts = field(default_factory=DurationCounts)
+    tpot: DurationCounts = field(default_factory=DurationCounts)
     queue_s: float = 0.0
     """Seconds that requests waited in routers, summed over those whose wait ended."""
     num_waiting: int = 0
@@ -230,7 +230,7 @@ class Observations:
     now_s: float
     """Time by the caller's monotonic clock; never goes back."""
     pools: ByRole[Pool]
-    traffic: Traffic | None = None
+    traffic: ObservedTraffic | None = None
     """None: no router reports, or there is no previous observation to compare with."""
     routers_age_s: float = math.inf
     """Seconds since the oldest valid heartbeat of a router; infinite: there is none."""

@@ -21,13 +21,13 @@ from process.rpc_errors import Internal
 from services.autoscaler.decision import Flip
 from services.autoscaler.signals import (
     ByRole,
-    Histogram,
+    DurationCounts,
     Observations,
+    ObservedTraffic,
+    ObservedWorker,
     Pool,
     Role,
-    Traffic,
     Work,
-    Worker,
 )
 
 # ---- machines, workers and requests
@@ -141,7 +141,7 @@ class SimulatedCluster:
         """For each request in prefill, by `id`, the decode worker of its stream."""
         self._moving: deque[tuple[SimulatedRequest, float]] = deque()
         """Streams without a worker, and the number of tokens that they have yet to receive."""
-        self._seen = Traffic(1.0)
+        self._seen = ObservedTraffic(1.0)
         self._seen_at_s = 0.0
         self._ttft, self._tpot = _no_counts(), _no_counts()
 
@@ -206,8 +206,8 @@ class SimulatedCluster:
         traffic = replace(
             self._seen,
             elapsed_s=elapsed_s or STEP_S,
-            ttft=Histogram(BOUNDS_S, tuple(self._ttft)),
-            tpot=Histogram(BOUNDS_S, tuple(self._tpot)),
+            ttft=DurationCounts(BOUNDS_S, tuple(self._ttft)),
+            tpot=DurationCounts(BOUNDS_S, tuple(self._tpot)),
             num_waiting=0 if has_workers else num_waiting,
             num_queued=num_waiting if has_workers else 0,
             num_running=self.num_open - num_waiting,
@@ -220,7 +220,7 @@ class SimulatedCluster:
             scale_age_s=0.0,
             num_flipping=sum(worker.is_flipping for worker in self._workers),
         )
-        self._seen, self._seen_at_s = Traffic(1.0), self.now_s
+        self._seen, self._seen_at_s = ObservedTraffic(1.0), self.now_s
         self._ttft, self._tpot = _no_counts(), _no_counts()
         for worker in self._workers:
             worker.work = Work()
@@ -236,11 +236,11 @@ class SimulatedCluster:
             workers=tuple(self._view(w) for w in workers if w.serves_at_s <= self.now_s),
         )
 
-    def _view(self, worker: SimulatedWorker) -> Worker:
+    def _view(self, worker: SimulatedWorker) -> ObservedWorker:
         machines = self.machines
         num_streams = len(worker.streams)
         held = (num_streams + worker.num_reserved) * machines.stream_blocks
-        return Worker(
+        return ObservedWorker(
             worker_id=worker.name,
             age_s=1.0,
             is_draining=worker.leaves_at_s is not None,

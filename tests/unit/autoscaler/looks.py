@@ -11,13 +11,13 @@ from services.autoscaler.decision import Decision, Direction
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import (
     ByRole,
-    Histogram,
+    DurationCounts,
     Observations,
+    ObservedTraffic,
+    ObservedWorker,
     Pool,
     Role,
-    Traffic,
     Work,
-    Worker,
 )
 
 EVERY_S = 5.0
@@ -33,19 +33,19 @@ LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=10)
 PACE = Pace(lead_s=0.0)
 
 
-def by_time(value_s: float, num: int) -> Histogram:
+def by_time(value_s: float, num: int) -> DurationCounts:
     """`num` times the same."""
     counts = [0] * (len(BOUNDS_S) + 1)
     counts[sum(value_s > bound_s for bound_s in BOUNDS_S)] = num
-    return Histogram(BOUNDS_S, tuple(counts))
+    return DurationCounts(BOUNDS_S, tuple(counts))
 
 
 def traffic(
     rate: float, *, elapsed_s: float = EVERY_S, ttft_s: float = 0.2, tpot_s: float = 0.02
-) -> Traffic:
+) -> ObservedTraffic:
     """So many requests a second that all ended well, all alike."""
     num = round(rate * elapsed_s)
-    return Traffic(
+    return ObservedTraffic(
         elapsed_s,
         num_arrived=num,
         num_finished=num,
@@ -63,7 +63,7 @@ def pool(role: Role, num: int, rate: float, *, can_flip: bool = True, age_s: flo
         wanted=num,
         num_ready=num,
         workers=tuple(
-            Worker(
+            ObservedWorker(
                 f"{role.value}-{index}",
                 age_s=age_s,
                 can_flip=can_flip,

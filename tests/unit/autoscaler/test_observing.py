@@ -11,7 +11,7 @@ from protos import common_pb2, router_status_pb2
 from protos.router_status_pb2 import Durations, ModelTraffic
 from services.autoscaler.observer import LiveEntry, ObservationInputs, Observer, RegistryLook
 from services.autoscaler.scaler import PoolScale
-from services.autoscaler.signals import ByRole, Observations, Role, Traffic, Work
+from services.autoscaler.signals import ByRole, Observations, ObservedTraffic, Role, Work
 
 SCALE = ByRole(PoolScale(1, 1), PoolScale(2, 2, 1))
 
@@ -69,7 +69,7 @@ class Scene:
             ObservationInputs(self.now_s, registry, scale, flipping or {})
         )
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ObservedTraffic:
         """Of one look more."""
         traffic = self.look().traffic
         assert traffic is not None

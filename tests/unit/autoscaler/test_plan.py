@@ -14,7 +14,7 @@ from services.autoscaler.app import as_advised
 from services.autoscaler.config import START_S, Pace, PoolLimits, ScaleLimits
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.plan import check_decision
-from services.autoscaler.signals import ByRole, Pool, Role, Traffic
+from services.autoscaler.signals import ByRole, ObservedTraffic, Pool, Role
 from tests.unit.autoscaler.looks import (
     EVERY_S,
     LIMITS,
@@ -368,7 +368,7 @@ LATE = replace(traffic(10.0, ttft_s=3.0), num_queued=4)
     ids=["first tokens", "tokens"],
 )
 def test_what_is_late_brings_a_worker_though_the_model_says_that_there_are_enough(
-    rate: float, late: Traffic, wanted: ByRole[int]
+    rate: float, late: ObservedTraffic, wanted: ByRole[int]
 ) -> None:
     runs = Runs(workers=ByRole(2, 1))
     runs.during(120, rate)

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Decision, Direction, Reason
 from services.autoscaler.plan import PlanState, plan
-from services.autoscaler.signals import ByRole, Observations, Pool, Role, Traffic, Work, Worker
+from services.autoscaler.signals import (
+    ByRole,
+    Observations,
+    ObservedTraffic,
+    ObservedWorker,
+    Pool,
+    Role,
+    Work,
+)
 from tests.conftest import examples
 from tests.unit.autoscaler.looks import (
     EVERY_S,
@@ -80,7 +88,7 @@ def anything(
             num_ready=rng.randint(max(0, num - 2), num + 1),
             num_draining=rng.choice([0, 0, 0, 1, 2]),
             workers=tuple(
-                Worker(
+                ObservedWorker(
                     f"{role.value}-{index}",
                     age_s=rng.choice([0.0, 1.0, 1.0, 1.0, 99.0]),
                     is_draining=rng.random() < 0.1,
@@ -103,7 +111,7 @@ def anything(
 
     num = round(rate * EVERY_S)
     done = rng.randint(0, num)
-    seen = Traffic(
+    seen = ObservedTraffic(
         EVERY_S,
         num_arrived=num,
         num_finished=done,

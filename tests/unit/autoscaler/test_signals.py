@@ -8,27 +8,27 @@ from hypothesis import strategies as st
 
 from process.settings import SettingsError
 from services.autoscaler.config import Pace, PoolLimits, Priors, ScaleLimits, Targets
-from services.autoscaler.signals import Histogram, Pool, Traffic
+from services.autoscaler.signals import DurationCounts, ObservedTraffic, Pool
 
 COUNTS = st.lists(st.integers(0, 50), min_size=5, max_size=5).map(tuple)
 BOUNDS_S = (0.1, 0.5, 1.0, 4.0)
 
 
 def test_quantiles_lie_between_their_bounds() -> None:
-    found = Histogram(BOUNDS_S, (0, 10, 10, 0, 0))
+    found = DurationCounts(BOUNDS_S, (0, 10, 10, 0, 0))
     assert found.quantile(0.25) == pytest.approx(0.3)
     assert found.quantile(0.5) == pytest.approx(0.5)
     assert found.quantile(1.0) == pytest.approx(1.0)
-    assert Histogram(BOUNDS_S, (0, 0, 0, 0, 3)).quantile(0.5) == 4.0
-    assert Histogram().quantile(0.5) is None
-    assert Histogram(BOUNDS_S, (0,) * 5).quantile(0.5) is None
+    assert DurationCounts(BOUNDS_S, (0, 0, 0, 0, 3)).quantile(0.5) == 4.0
+    assert DurationCounts().quantile(0.5) is None
+    assert DurationCounts(BOUNDS_S, (0,) * 5).quantile(0.5) is None
 
 
 @given(COUNTS, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_quantiles_ascend_and_are_within_their_share(
     counts: tuple[int, ...], low: float, high: float
 ) -> None:
-    found = Histogram(BOUNDS_S, counts)
+    found = DurationCounts(BOUNDS_S, counts)
     low, high = sorted((low, high))
     first, second = found.quantile(low), found.quantile(high)
     if not found.total:
@@ -43,9 +43,9 @@ def test_quantiles_ascend_and_are_within_their_share(
 
 @given(COUNTS, COUNTS)
 def test_histograms_add_up(one: tuple[int, ...], two: tuple[int, ...]) -> None:
-    both = Histogram(BOUNDS_S, one).plus(Histogram(BOUNDS_S, two))
+    both = DurationCounts(BOUNDS_S, one).plus(DurationCounts(BOUNDS_S, two))
     assert both.total == sum(one) + sum(two)
-    assert both.plus(Histogram()) == both == Histogram().plus(both)
+    assert both.plus(DurationCounts()) == both == DurationCounts().plus(both)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_histograms_that_make_no_sense_are_refused(
     bounds_s: tuple[float, ...], counts: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError):
-        Histogram(bounds_s, counts)
+        DurationCounts(bounds_s, counts)
 
 
 def test_histograms_of_other_bounds_are_not_added() -> None:
     with pytest.raises(ValueError, match="other bounds"):
-        Histogram((1.0,), (1, 1)).plus(Histogram((2.0,), (1, 1)))
+        DurationCounts((1.0,), (1, 1)).plus(DurationCounts((2.0,), (1, 1)))
 
 
 def test_no_time_is_no_traffic() -> None:
     with pytest.raises(ValueError, match="elapsed_s"):
-        Traffic(0.0)
+        ObservedTraffic(0.0)
 
 
 def test_a_pools_devices_are_those_of_all_who_are_there() -> None:

@@ -21,7 +21,7 @@ class Settings:
 
 async def main(settings, stop):
     if settings.fail:
-        raise getattr(errors, settings.fail)("the reason")
+        raise getattr(rpc_errors, settings.fail)("the reason")
     stop.set()
     await stop.wait()
 
