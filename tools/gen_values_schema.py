@@ -301,8 +301,9 @@ def _of_hint(hint: Any, managed: Sequence[str]) -> Schema:
 
 
 def _of_ranges(metas: Sequence[Meta]) -> Schema:
+    # typing keeps one of two equal Annotated types: 3600 may come out as 3600.0.
     return {
-        key: bound
+        key: int(bound) if bound == int(bound) else bound
         for meta in metas
         for key, bound in (
             ("minimum", meta.ge),
