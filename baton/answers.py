@@ -136,7 +136,7 @@ class StepTrace:
 
 
 @dataclass(frozen=True)
-class SampleEnd:
+class End:
     """The end of a sample: why it ended, and with it what is known of the request."""
 
     finish_reason: str
@@ -168,7 +168,7 @@ class Chunk:
     request_id: str
     text: str
     token_ids: tuple[int, ...]
-    end: SampleEnd | None = None
+    end: End | None = None
     """The end of the sample; set on its last chunk only."""
     sample_index: int = 0
     """The index of the sample within the request."""
@@ -239,7 +239,7 @@ def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
     """Convert a message of an answer to a `Chunk`."""
     end = None
     if reply.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
-        end = SampleEnd(
+        end = End(
             finish_reason=_short(common_pb2.FinishReason, reply.finish_reason, "FINISH_REASON_"),
             usage=_usage(reply.usage),
             provenance=(
@@ -269,7 +269,7 @@ def completions_from(chunks: Iterable[Chunk]) -> list[Completion]:
     """Join all chunks of one generation: a `Completion` for each sample, in their order. Raises:
     Internal when an end is missing."""
     parts: dict[int, list[Chunk]] = {}
-    account: SampleEnd | None = None
+    account: End | None = None
     for chunk in chunks:
         parts.setdefault(chunk.sample_index, []).append(chunk)
         account = chunk.end if chunk.end is not None and chunk.end.provenance else None
@@ -278,7 +278,7 @@ def completions_from(chunks: Iterable[Chunk]) -> list[Completion]:
     return [_completion(parts[index], account) for index in sorted(parts)]
 
 
-def _completion(chunks: Sequence[Chunk], account: SampleEnd) -> Completion:
+def _completion(chunks: Sequence[Chunk], account: End) -> Completion:
     last = chunks[-1]
     if last.end is None or account.provenance is None:
         raise errors.Internal(f"sample {last.sample_index} has no end; see the router's log")

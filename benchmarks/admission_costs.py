@@ -49,7 +49,7 @@ from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker.config import WorkerSettings
 from services.worker.server import start as start_worker
-from tools.step_log import Span
+from tools.step_log import LoggedSpan
 
 BLOCK_SIZE = 16
 
@@ -524,7 +524,7 @@ async def _phases(
         seen = json.loads(await _line(process))
         for task in streams:
             task.cancel()
-    quiet, stormy = Span(quiet_s, storm_s), Span(storm_s, ended_s)
+    quiet, stormy = LoggedSpan(quiet_s, storm_s), LoggedSpan(storm_s, ended_s)
     return {
         "num_prompts": num_prompts,
         "quiet": _figures(seen, quiet, options.step_ms),
@@ -533,7 +533,7 @@ async def _phases(
     }
 
 
-def _figures(seen: dict[str, Any], span: Span, pace_ms: float) -> dict[str, Any]:
+def _figures(seen: dict[str, Any], span: LoggedSpan, pace_ms: float) -> dict[str, Any]:
     begun = [at for _, at in seen["launches"] if at in span]
     periods = [(after - before) * 1e3 for before, after in itertools.pairwise(begun)]
     return {
@@ -543,7 +543,7 @@ def _figures(seen: dict[str, Any], span: Span, pace_ms: float) -> dict[str, Any]
     }
 
 
-def _calls(seen: dict[str, Any], span: Span) -> dict[str, Any]:
+def _calls(seen: dict[str, Any], span: LoggedSpan) -> dict[str, Any]:
     found: dict[str, list[float]] = {}
     for name, at, cpu_s in seen["calls"]:
         if at in span:

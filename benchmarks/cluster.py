@@ -33,7 +33,7 @@ from rich.progress import track
 
 import checkpoints
 from baton import ClusterConfig, LocalCluster
-from baton.answers import Chunk, SampleEnd, completions_from
+from baton.answers import Chunk, End, completions_from
 from baton.cli import plots
 from baton.client import SyncClient
 from baton.cluster import command_lines as cluster_plan
@@ -77,12 +77,10 @@ def with_window(model: str, num_tokens: int) -> Iterator[str]:
         yield folder
 
 
-def ask(
-    client: SyncClient, prompt: Sequence[int], num_tokens: int
-) -> tuple[list[float], SampleEnd]:
+def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[list[float], End]:
     """Send one request. Returns: when it began and each token came, and its end."""
     times = [time.perf_counter()]
-    end: SampleEnd | None = None
+    end: End | None = None
     for chunk in client.generate(
         list(prompt), max_tokens=num_tokens, ignore_eos=True, temperature=0.0, timeout_s=600.0
     ):

@@ -34,7 +34,7 @@ from engine.speculation.rejection_sampler import (
     pick,
 )
 from engine.speculation.token_tree import ROOT, TokenTree, Try
-from tools.bundled_model.boosted_drafts import Answer, load, prompts
+from tools.bundled_model.boosted_drafts import TargetAnswer, load, prompts
 from tools.bundled_model.corpus import HELD_OUT
 
 WIDTHS = (1, 2, 3, 4, 5)
@@ -83,7 +83,7 @@ class Settings:
 class ScoredAnswer(NamedTuple):
     """An answer, and the logits that each model gives for each of its tokens."""
 
-    answer: Answer
+    answer: TargetAnswer
     seed: int
     """Seed of the answer's request."""
     logits: tuple[torch.Tensor, ...]
@@ -129,7 +129,7 @@ def _beyond(wanted: Settings) -> int:
 
 def answered(
     engine: LLMEngine, asked: Sequence[Sequence[int]], temperature: float, wanted: Settings
-) -> tuple[list[Answer], float]:
+) -> tuple[list[TargetAnswer], float]:
     """Have the engine answer, up to `num_tokens`. Returns: the answers, and tokens per step: of the
     steps after the prompt's that began before so many were there."""
     said: dict[str, list[int]] = {}
@@ -151,14 +151,14 @@ def answered(
             if len(own) >= wanted.num_tokens and event.finish_reason is None:
                 engine.abort(event.request_id)
     answers = [
-        Answer((*token_ids, *own[: wanted.num_tokens]), len(token_ids), temperature)
+        TargetAnswer((*token_ids, *own[: wanted.num_tokens]), len(token_ids), temperature)
         for token_ids, own in zip(asked, said.values(), strict=True)
     ]
     return answers, num_tokens / max(1, num_steps)
 
 
 @torch.no_grad()
-def score(models: Sequence[Any], answers: Sequence[Answer]) -> list[ScoredAnswer]:
+def score(models: Sequence[Any], answers: Sequence[TargetAnswer]) -> list[ScoredAnswer]:
     """Compute each model's logits along each answer.
 
     Args: answers: to requests of the seeds 0, 1, 2, ...
@@ -277,7 +277,7 @@ def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
     runs = [(first, rule, rule) for rule in wanted.rules]
     if len(wanted.drafts) > 1:
         runs.append((wanted.drafts, "exact", "any, exact"))
-    expected: dict[float, list[Answer]] = {}
+    expected: dict[float, list[TargetAnswer]] = {}
     pairs = [(width, run) for width in wanted.widths for run in runs]
     for width, (drafts, rule, name) in track(pairs, "trees", console=harness.CONSOLE):
         speculation = SpeculationConfig(

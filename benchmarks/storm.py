@@ -29,7 +29,7 @@ from benchmarks import harness, random_checkpoint
 from benchmarks.random_checkpoint import SHAPES
 from process import entrypoint
 from services.worker import step_log
-from tools.step_log import Span, cuts, explain
+from tools.step_log import LoggedSpan, cuts, explain
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
 """Number of tokens of each stream, which must outlive the whole benchmark."""
@@ -224,7 +224,7 @@ async def _storm(
 
 async def _storms(
     address: str, prompts: list[list[int]], options: StormOptions
-) -> tuple[list[Span], list[Span], list[float]]:
+) -> tuple[list[LoggedSpan], list[LoggedSpan], list[float]]:
     """Run the quiet times and the storms. Returns: the quiet times, the storms, and the storm
     prompts' seconds to the first token."""
     quiet, stormy = [], []
@@ -237,16 +237,16 @@ async def _storms(
             ended_s = begun_s + options.seconds
             if number % 4 in (0, 3):  # quiet, storm, storm, quiet
                 await asyncio.sleep(options.seconds)
-                quiet.append(Span(begun_s, ended_s))
+                quiet.append(LoggedSpan(begun_s, ended_s))
                 continue
             await asyncio.gather(
                 *(_storm(client, prompts, ended_s, ttft_s) for _ in range(options.storm))
             )
-            stormy.append(Span(begun_s, ended_s))
+            stormy.append(LoggedSpan(begun_s, ended_s))
     return quiet, stormy, ttft_s
 
 
-def _seen(times: list[list[tuple[float, int]]], spans: list[Span]) -> dict[str, float]:
+def _seen(times: list[list[tuple[float, int]]], spans: list[LoggedSpan]) -> dict[str, float]:
     """Times between messages as the streams' clients saw them."""
     return cuts(
         [

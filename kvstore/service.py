@@ -148,10 +148,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             incarnation=self._source.incarnation,
             num_hits=match.num_hits,
         )
-        for at in range(0, len(match.blocks), _MATCHED_A_TURN):
-            if at:
-                await asyncio.sleep(0)
-            wire.add_blocks(reply.blocks, match.blocks[at : at + _MATCHED_A_TURN])
+        try:
+            for at in range(0, len(match.blocks), _MATCHED_A_TURN):
+                if at:
+                    await asyncio.sleep(0)
+                wire.add_blocks(reply.blocks, match.blocks[at : at + _MATCHED_A_TURN])
+        except asyncio.CancelledError:  # the worker does not learn of a lease that was made for it
+            if match.lease_id != request.lease_id:
+                self._source.release([match.lease_id], num_bytes_read=0)
+            raise
         return reply
 
     @rpc.unary

@@ -31,7 +31,7 @@ _NEIGHBOURS = 25
 
 
 @dataclass(frozen=True)
-class Span:
+class LoggedSpan:
     """A span of time, from one moment of the monotonic clock to another."""
 
     begun_s: float
@@ -55,7 +55,7 @@ def cuts(values_ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def step_periods(entries: Entries, spans: Iterable[Span]) -> list[tuple[float, float]]:
+def step_periods(entries: Entries, spans: Iterable[LoggedSpan]) -> list[tuple[float, float]]:
     """The times between the ends of steps within one of the spans: (when a step ended, s; time
     since the one before ended, ms)."""
     ends = [begun_s + took_s for begun_s, took_s, _, _ in entries["step"]]
@@ -66,7 +66,7 @@ def step_periods(entries: Entries, spans: Iterable[Span]) -> list[tuple[float, f
     return found
 
 
-def excess(entries: Entries, spans: Iterable[Span]) -> dict[str, Any]:
+def excess(entries: Entries, spans: Iterable[LoggedSpan]) -> dict[str, Any]:
     """Milliseconds by which steps were longer than their neighbours' median, by what went on: a
     request joined (more tokens than usual), blocks came meanwhile, or neither."""
     steps = [
@@ -91,7 +91,7 @@ def excess(entries: Entries, spans: Iterable[Span]) -> dict[str, Any]:
     return {kind: cuts(values) for kind, values in found.items()}
 
 
-def explain(entries: Entries, spans: Sequence[Span]) -> dict[str, Any]:
+def explain(entries: Entries, spans: Sequence[LoggedSpan]) -> dict[str, Any]:
     """Report the periods' distribution, how they differ by what went on beside, what jobs and
     transfers took, and the longest periods with all that went on beside."""
     periods = step_periods(entries, spans)
@@ -120,7 +120,7 @@ def explain(entries: Entries, spans: Sequence[Span]) -> dict[str, Any]:
 
 def _beside(entries: Entries, ended_s: float, period_ms: float) -> dict[str, Any]:
     """Moments are ms before the late step's end."""
-    window = Span(ended_s - period_ms / 1e3 - _BEFORE_S, ended_s)
+    window = LoggedSpan(ended_s - period_ms / 1e3 - _BEFORE_S, ended_s)
     found: dict[str, Any] = {"period_ms": round(period_ms, 2)}
     for kind, values in entries.items():
         beside = [
@@ -138,7 +138,7 @@ def _beside(entries: Entries, ended_s: float, period_ms: float) -> dict[str, Any
 def main(logs: tuple[Path, ...]) -> None:
     """Time between steps, and what ran beside the longest, of logs of `--set decode.step_log`."""
     for path in logs:
-        Console().print(path.name, explain(step_log.read(path), [Span(-math.inf, math.inf)]))
+        Console().print(path.name, explain(step_log.read(path), [LoggedSpan(-math.inf, math.inf)]))
 
 
 if __name__ == "__main__":

@@ -253,9 +253,8 @@ class RouterTarget:
         if self.tls or self.ca_file or self.cert_file:
             tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
         elif self.state is not None and self.state.tls_dir:
-            from baton.development_certificates import (
-                CertSet,  # cryptography takes a while to import
-            )
+            # Here, since cryptography takes a while to import.
+            from baton.development_certificates import CertSet
 
             tls = CertSet(Path(self.state.tls_dir)).tls_of(PeerRole.ADMIN)
         return Credentials(tls, api_key)

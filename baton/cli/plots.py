@@ -65,7 +65,7 @@ def _save(figure: Figure, file: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PlotBar:
     """A bar of the timeline: one stage of a request, in seconds since it was sent."""
 
     lane: str
@@ -74,12 +74,12 @@ class Bar:
     end_s: float
 
 
-def bars_of(times: Mapping[str, float], begin_s: float = 0.0) -> list[Bar]:
+def bars_of(times: Mapping[str, float], begin_s: float = 0.0) -> list[PlotBar]:
     """The bars of a request's stages, one after the other, each in the lane of its process."""
-    bars: list[Bar] = []
+    bars: list[PlotBar] = []
     at_s = begin_s
     for stage, seconds in times.items():
-        bars.append(Bar(_lane(stage), stage, at_s, at_s + seconds))
+        bars.append(PlotBar(_lane(stage), stage, at_s, at_s + seconds))
         at_s += seconds
     return bars
 
@@ -128,7 +128,7 @@ def _lane(stage: str) -> str:
     return role if role in (PREFILL, DECODE) else ROUTER
 
 
-def _colour(bars: Sequence[Bar], bar: Bar) -> str:
+def _colour(bars: Sequence[PlotBar], bar: PlotBar) -> str:
     """Stages that are neighbours in a lane have different shades."""
     same = [each.stage for each in bars if each.lane == bar.lane]
     shades = _COLOURS[bar.lane]
@@ -136,7 +136,7 @@ def _colour(bars: Sequence[Bar], bar: Bar) -> str:
 
 
 def _panel(
-    axes: Axes, bars: Sequence[Bar], names: Mapping[str, str], arrivals_s: Sequence[float],
+    axes: Axes, bars: Sequence[PlotBar], names: Mapping[str, str], arrivals_s: Sequence[float],
     end_s: float,
 ) -> None:  # fmt: skip
     lanes = (ROUTER, PREFILL, DECODE)
@@ -164,7 +164,7 @@ def _panel(
         axes.spines[side].set_visible(False)
 
 
-def _legend(bars: Sequence[Bar]) -> Iterator[Any]:
+def _legend(bars: Sequence[PlotBar]) -> Iterator[Any]:
     from matplotlib.patches import Patch
 
     for bar in bars:

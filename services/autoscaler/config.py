@@ -139,7 +139,7 @@ class ScaleLimits:
 @dataclass(frozen=True)
 class Pace:
     """How soon what was seen is acted upon. Up fast, down slowly: a worker too many costs money,
-    one too few costs everybody who waits."""
+    one too few costs every request that waits."""
 
     window_s: PositiveFloat = 30.0
     """Rates are taken over so long. Guessed: at 5 requests a second chance moves such a mean by 8

@@ -751,7 +751,7 @@ class KvArrival:
         """Something may be pulled, or the last word is here."""
         self._last: asyncio.Future[GenerateCommand] = asyncio.get_running_loop().create_future()
         self._early: handles.Handle | None = None
-        self._intake: KvLoader | None = None  # while somebody waits
+        self._intake: KvLoader | None = None  # while `wait` runs
 
     @property
     def is_over(self) -> bool:

@@ -520,7 +520,7 @@ class DecodeRequest:
     ) -> None:
         """Start the request in the engine: FETCHING -> RUNNING."""
         self._move(DecodeState.RUNNING)
-        # Who is cancelled from here on is posted behind the start.
+        # A cancel from here on is posted behind the start.
         over = self._samples.ended
         engine_id = self.engine_id
 
@@ -546,7 +546,7 @@ class DecodeRequest:
             return
         self._move(DecodeState.MOVING)
         self._clock.enter("decode_move")
-        if self._leg.num_reached is not None:  # nobody is told of the step in which it was held
+        if self._leg.num_reached is not None:  # no event tells of the step in which it was held
             self._leg.num_reached = max(self._leg.num_reached, self._held.num_computed_tokens)
         num_held = len(self._held.token_ids) - len(self._ask.prompt_token_ids)
         num_told = self._samples.num_outputs[0]
@@ -615,7 +615,7 @@ class DecodeRequest:
     def _note_reached(self, event: RequestOutput) -> None:
         leg = self._leg
         if event.token_ids or event.finish_reason is not None:
-            leg.num_reached = None  # who draws has all of the prompt
+            leg.num_reached = None  # a request that samples has all of its prompt
         elif leg.num_reached is not None:
             # Less where it was preempted: it has been computed all the same.
             leg.num_reached = max(leg.num_reached, event.num_computed_tokens)
@@ -635,7 +635,7 @@ class DecodeRequest:
         used."""
         self._is_closed = True
         if self._done.done() and not self._done.cancelled():
-            self._done.exception()  # seen, even if nobody waited any more
+            self._done.exception()  # retrieved, even if no caller waits for it
         if self.state is DecodeState.MOVED and self._held is not None:
             engine_id = self.engine_id
             self._core.thread.post(

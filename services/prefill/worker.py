@@ -150,7 +150,7 @@ class BlockQueue:
             outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, asked))
         except BatonError as error:  # the engine is down: nobody will be served
             outcomes = [error] * len(batch)
-        except Exception as error:  # the last line of defence: those who come later must be tried
+        except Exception as error:  # else the requests behind it would not be tried
             logger.exception("admission_failed")
             outcomes = [Internal(f"admission failed: {error}")] * len(batch)
         for waiter, outcome in zip(batch, outcomes, strict=False):
@@ -463,7 +463,7 @@ class PrefillWorker:
         lent, writer = job.lent, job.writer
         is_lent = lent is not None and lent.lease_id in handed_over
         if job.first.done() and not job.first.cancelled():
-            job.first.exception()  # seen, even if nobody waited any more
+            job.first.exception()  # retrieved, even if no caller waits for it
         with contextlib.ExitStack() as ends:  # the last first, each whatever the others raise
             if job.state is PrefillState.DONE:
                 ends.callback(self._core.finish, job.engine_id)

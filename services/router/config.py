@@ -58,7 +58,7 @@ class TenantSalts:
     """The salt of each tenant's chain hashes."""
 
     def __init__(self, secret: str, scopes: Mapping[str, str]) -> None:
-        """`scopes`: by tenant; who is not in it shares with nobody."""
+        """`scopes`: by tenant; a tenant that is not in it shares with no other."""
         self._secret = secret
         self._scopes = dict(scopes)
 

@@ -447,7 +447,7 @@ class StoreParking:
             await self._wait(put)
         if put.stage is Stage.COMING and not put.is_dropped:
             await self._fetch(put)
-        self._end(put)  # in the turn in which it is done: who sees that may want its rows
+        self._end(put)  # in the same turn: a caller that sees the end may want its rows
 
     async def _store(self, put: ParkedPut) -> None:
         """Store a put's bytes: STAGED -> STORED, or LOST."""
@@ -498,7 +498,7 @@ class StoreParking:
         except TimeoutError:
             client = self.connector.client
         if client is None:
-            return  # back before the lease lapses, or found out by whoever fetches
+            return  # back before the lease lapses, or the fetch finds out
         try:
             await client.renew(
                 put.lease_id,

@@ -166,7 +166,7 @@ class InvariantCheck:
                 self.num_looks += 1
                 self._looking = asyncio.create_task(self._find())
             number = self.num_looks
-            await asyncio.shield(self._looking)  # who asks no more does not undo what it costs
+            await asyncio.shield(self._looking)  # a caller that leaves does not end the check
             if is_busy or number > num_before:
                 break
         return self._problem

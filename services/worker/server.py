@@ -162,8 +162,9 @@ class RoleSwitch:
 
     def __init__(self, worker_id: str) -> None:
         self.rules: dict[str, frozenset[PeerRole]] = {}
-        """Who may call what: of every role that this worker has had. Who asks for one that it has
-        no more is told so; for one that it never had, he has the wrong worker or certificate."""
+        """Roles of callers by method, of every role that this worker has had. A call of a role that
+        it no longer has is told so; one of a role that it never had means that the caller has the
+        wrong worker or certificate."""
         self._worker_id = worker_id
         self._says = "is starting"
         self._behaviours: dict[str, Any] = {}  # of the present role, by path
@@ -464,7 +465,7 @@ class Worker:
             self._broken = Internal(f"could not become {role_name}: {error}")
             self.core.failed.set()
             raise self._broken from error
-        if life is None or self._is_stopping:  # told to stop meanwhile: nobody hears of another
+        if life is None or self._is_stopping:  # told to stop meanwhile: no other role is announced
             self._has_no_life = True
             if life is not None:
                 await life.end()

@@ -1053,7 +1053,7 @@ class RemoteStores:
         async with deadline.timeout(f"attaching to store {address}"):
             client = await self._attached(peer, target)
             if client.incarnation != incarnation:
-                # Who asks means another life than the client knows. One of them is old.
+                # The caller means another incarnation than the client knows. One of them is old.
                 await peer.look()
                 client = await self._attached(peer, target)
         if client.incarnation != incarnation:

@@ -11,13 +11,14 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import store_node, store_process
+from kvstore import service, store_node, store_process
 from kvstore.block_source import ChainToReserve
 from kvstore.block_store import WrittenFrame
 from kvstore.client import KvStoreClient, PutChain, TransferStats
@@ -304,6 +305,33 @@ async def test_a_long_match_goes_over_several_turns(
         else:
             node.release([call.result().lease_id], num_bytes_read=0)
         assert (node.stats().num_leases, node.stats().num_pinned) == (0, 0)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_a_match_that_is_cancelled_while_its_answer_is_made_leaves_no_lease_of_its_own(
+    store: LocalStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """A lease that the worker named is the worker's, and stays."""
+    worker, node, hashes = await new_worker(store.address, "grpc"), store.node, chain_of("a", 20)
+    put = await worker.put(hashes, range(20))
+    if is_own:
+        await worker.client.release([put.lease_id], deadline=within())
+    num_before = node.stats().num_lookups
+    monkeypatch.setattr(service, "_MATCHED_A_TURN", 2)
+    asked = kvstore_pb2.MatchRequest(
+        attachment_id=worker.attachment_id, chain_hashes=hashes, pin=True, ttl_ms=60_000
+    )
+    if not is_own:
+        asked.lease_id = put.lease_id
+    context: Any = SimpleNamespace(time_remaining=lambda: None, invocation_metadata=lambda: ())
+    call = asyncio.create_task(KvStoreServicer(node).Match(asked, context))
+    while node.stats().num_lookups == num_before:
+        await asyncio.sleep(0)
+    assert not call.done()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert node.stats().num_leases == (0 if is_own else 1)
 
 
 async def test_no_turn_of_the_loop_handles_more_blocks_than_its_budget(

@@ -105,7 +105,7 @@ class Settings:
             raise ValueError(f"num_prompts: fewer than {_KEPT_OUT} answers leave none to measure")
 
 
-class Answer(NamedTuple):
+class TargetAnswer(NamedTuple):
     """An answer of the target model, from which a draft model is trained."""
 
     token_ids: tuple[int, ...]
@@ -141,10 +141,10 @@ def _prompt(document: Document, tokenizer: Tokenizer) -> list[int]:
 @torch.no_grad()
 def answer(
     model: Any, asked: Sequence[Sequence[int]], temperature: float, num_tokens: int, batch: int
-) -> list[Answer]:
+) -> list[TargetAnswer]:
     """Have the model answer prompts, in order; an answer includes its end token if it came to one.
     Sampled ones depend on torch's random numbers."""
-    found: dict[int, Answer] = {}
+    found: dict[int, TargetAnswer] = {}
     order = sorted(range(len(asked)), key=lambda index: len(asked[index]))
     name = "greedy answers" if temperature == 0.0 else f"answers at {temperature:g}"
     drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
@@ -163,12 +163,12 @@ def answer(
         for place, said in zip(places, output[:, width:].tolist(), strict=True):
             end = said.index(END_ID) + 1 if END_ID in said else len(said)
             token_ids = (*asked[place], *said[:end])
-            found[place] = Answer(token_ids, len(asked[place]), temperature)
+            found[place] = TargetAnswer(token_ids, len(asked[place]), temperature)
     return [found[index] for index in range(len(asked))]
 
 
 @torch.no_grad()
-def ranks(model: Any, answers: Sequence[Answer], batch: int) -> list[NDArray[np.int64]]:
+def ranks(model: Any, answers: Sequence[TargetAnswer], batch: int) -> list[NDArray[np.int64]]:
     """For each answered token, the number of other tokens that `model` thinks likelier after what
     came before it.
 
@@ -197,7 +197,10 @@ def missed(by_draft: Sequence[Sequence[NDArray[np.int64]]], top_k: int) -> list[
 
 
 def fit(
-    model: Any, answers: Sequence[Answer], weights: Sequence[NDArray[np.float32]], wanted: Settings
+    model: Any,
+    answers: Sequence[TargetAnswer],
+    weights: Sequence[NDArray[np.float32]],
+    wanted: Settings,
 ) -> list[float]:
     """Train `model` in place on the answers' tokens, each with its weight in the loss. Returns: the
     loss of each step, in nats."""
@@ -315,7 +318,7 @@ def boost(wanted: Settings, out: Path, device: str = "cpu") -> dict[str, Any]:
 
 
 def _compared(
-    earlier: Sequence[Any], new: Any, answers: Sequence[Answer], batch: int
+    earlier: Sequence[Any], new: Any, answers: Sequence[TargetAnswer], batch: int
 ) -> dict[str, dict[str, float]]:
     """By temperature: how often the target's token is the first choice of the earlier models, of
     the new one, of any; and among as many choices of the last earlier one as `any` has."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tools.bundled_model.train import DRAFT_NAME, DRAFT_SHAPE, TARGET_NAME, TARGET_SHAPE, Shape
+from tools.bundled_model.train import DRAFT_NAME, DRAFT_SHAPE, TARGET_NAME, TARGET_SHAPE, ModelShape
 
 _HEADER = """---
 license: apache-2.0
@@ -60,7 +60,7 @@ def draw_curve(training: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _shape_line(shape: Shape) -> str:
+def _shape_line(shape: ModelShape) -> str:
     return (
         f"{shape.layers} layers, hidden size {shape.hidden}, {shape.heads} attention heads over "
         f"{shape.kv_heads} key-value heads of {shape.hidden // shape.heads}, feed-forward size "

@@ -12,7 +12,7 @@ from tools.bundled_model.vocabulary import (
     PLACES,
     THINGS,
     TRAITS,
-    Kind,
+    AnimalKind,
     Place,
     Thing,
     an,
@@ -27,7 +27,7 @@ class Character:
     """A named character with its pronouns; `She` and so on read well inside f-strings."""
 
     name: str
-    kind: Kind
+    kind: AnimalKind
     trait: str
     female: bool
 
@@ -75,7 +75,7 @@ class Cast:
 
 
 def make_character(
-    rng: random.Random, kind: Kind | None = None, name: str | None = None
+    rng: random.Random, kind: AnimalKind | None = None, name: str | None = None
 ) -> Character:
     """Draw a character; what is given is kept."""
     kind = kind or pick(rng, KINDS)
@@ -95,7 +95,7 @@ def make_character(
 
 def make_cast(
     rng: random.Random,
-    kind: Kind | None = None,
+    kind: AnimalKind | None = None,
     name: str | None = None,
     thing: Thing | None = None,
     home: Place | None = None,

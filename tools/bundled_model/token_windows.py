@@ -20,7 +20,7 @@ _CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Documents joined by the end token; `starts` holds the offset of each document."""
 
     tokens: npt.NDArray[np.uint16]
@@ -38,7 +38,7 @@ def _encode_chunk(
     return joined, np.array([len(document) for document in ids], dtype=np.int64)
 
 
-def build_stream(tokenizer_path: Path, seed: int, count: int, workers: int) -> Stream:
+def build_stream(tokenizer_path: Path, seed: int, count: int, workers: int) -> TokenStream:
     """Join the first `count` documents of `seed`, rounded up to whole chunks. The order of the
     documents is that of their index, whatever the number of workers."""
     encode = partial(_encode_chunk, str(tokenizer_path), seed)
@@ -51,11 +51,11 @@ def build_stream(tokenizer_path: Path, seed: int, count: int, workers: int) -> S
             lengths.append(counts)
     ends = np.cumsum(np.concatenate(lengths))
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-    return Stream(np.concatenate(parts), starts)
+    return TokenStream(np.concatenate(parts), starts)
 
 
 def sample_windows(
-    stream: Stream, rng: np.random.Generator, batch: int, length: int
+    stream: TokenStream, rng: np.random.Generator, batch: int, length: int
 ) -> torch.Tensor:
     """Draw a batch of windows, `[batch, length + 1]`: inputs and, shifted by one, their targets.
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tools.bundled_model.corpus import HELD_OUT, documents
-from tools.bundled_model.token_windows import Stream, build_stream, sample_windows
+from tools.bundled_model.token_windows import TokenStream, build_stream, sample_windows
 from tools.bundled_model.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
 
 TARGET_NAME, DRAFT_NAME = "baton-5m", "baton-5m-draft"
@@ -37,7 +37,7 @@ VOCAB_SIZE = 2048
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The dimensions of one Llama-shaped model."""
 
     hidden: int
@@ -47,8 +47,8 @@ class Shape:
     feed_forward: int
 
 
-TARGET_SHAPE = Shape(hidden=256, layers=6, heads=8, kv_heads=4, feed_forward=704)
-DRAFT_SHAPE = Shape(hidden=128, layers=2, heads=4, kv_heads=2, feed_forward=512)
+TARGET_SHAPE = ModelShape(hidden=256, layers=6, heads=8, kv_heads=4, feed_forward=704)
+DRAFT_SHAPE = ModelShape(hidden=128, layers=2, heads=4, kv_heads=2, feed_forward=512)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def build_model(shape: Shape, vocab_size: int) -> LlamaForCausalLM:
+def build_model(shape: ModelShape, vocab_size: int) -> LlamaForCausalLM:
     """Make a model with random weights; its token embedding is its output layer, too."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -103,7 +103,7 @@ def _logits(model: Any, inputs: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, stream: Stream, device: str, length: int, windows: int) -> float:
+def held_out_loss(model: Any, stream: TokenStream, device: str, length: int, windows: int) -> float:
     """Mean cross-entropy, in nats a token, over the first windows of the held-out stream."""
     model.eval()
     losses = []
@@ -131,8 +131,8 @@ def _optimizer(model: Any, device: str) -> torch.optim.AdamW:
 class Run:
     """The settings and data that every training loop needs beside its model."""
 
-    train: Stream
-    held_out: Stream
+    train: TokenStream
+    held_out: TokenStream
     device: str
     seed: int
     console: Console

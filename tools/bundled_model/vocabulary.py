@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kind:
+class AnimalKind:
     """A kind of character: the noun, how it moves (past tense) and what it likes to do."""
 
     noun: str
@@ -60,42 +60,60 @@ HOP = ("hopped", "bounced", "ran")
 TROT = ("trotted", "ran", "walked")
 
 KINDS = (
-    Kind("fox", TROT, ("chase leaves", "watch the stars", "listen to old songs")),
-    Kind("rabbit", HOP, ("eat carrots", "dig in the garden", "jump over logs")),
-    Kind("bear", ("walked", "plodded", "went"), ("eat honey", "sleep in the sun", "pick berries")),
-    Kind("mouse", ("ran", "crept", "hurried"), ("nibble cheese", "read tiny books", "hide")),
-    Kind("cat", ("walked", "crept", "ran"), ("sleep by the fire", "chase string", "drink milk")),
-    Kind("dog", TROT, ("play with a ball", "run in circles", "dig holes")),
-    Kind("owl", FLY, ("read at night", "count the stars", "tell riddles")),
-    Kind("duck", ("waddled", "walked", "flew"), ("swim in the rain", "splash", "eat bread")),
-    Kind("frog", ("hopped", "jumped", "leaped"), ("sing at night", "sit on a leaf", "splash")),
-    Kind("horse", ("trotted", "galloped", "ran"), ("eat apples", "run in the field", "race")),
-    Kind("sheep", WALK, ("eat grass", "sleep in the shade", "count clouds")),
-    Kind("goat", ("climbed", "trotted", "ran"), ("climb rocks", "eat flowers", "jump")),
-    Kind("pig", TROT, ("roll in the mud", "eat apples", "nap after lunch")),
-    Kind("hen", ("walked", "ran", "hurried"), ("look for seeds", "sing to the sun", "gossip")),
-    Kind("squirrel", ("ran", "scampered", "climbed"), ("gather nuts", "climb trees", "race")),
-    Kind("hedgehog", ("walked", "shuffled", "crept"), ("eat berries", "roll down hills", "nap")),
-    Kind("turtle", ("walked", "crawled", "plodded"), ("swim slowly", "think", "watch clouds")),
-    Kind("wolf", TROT, ("sing to the moon", "run in the snow", "tell stories")),
-    Kind("deer", ("walked", "ran", "leaped"), ("run in the woods", "eat leaves", "listen")),
-    Kind("crow", FLY, ("collect shiny things", "solve puzzles", "fly in the wind")),
-    Kind("sparrow", FLY, ("sing in the morning", "build nests", "dance on the roof")),
-    Kind("badger", ("walked", "shuffled", "trotted"), ("dig tunnels", "drink tea", "fix things")),
-    Kind("otter", ("swam", "ran", "walked"), ("slide down the bank", "catch fish", "float")),
-    Kind("elephant", ("walked", "plodded", "marched"), ("splash water", "eat fruit", "dance")),
-    Kind("lion", ("walked", "ran", "strolled"), ("sleep in the grass", "roar", "tell jokes")),
-    Kind("monkey", ("climbed", "ran", "jumped"), ("swing from trees", "eat bananas", "joke")),
-    Kind("penguin", ("waddled", "walked", "slid"), ("slide on the ice", "catch fish", "sing")),
-    Kind("dragon", FLY, ("warm the tea", "fly over the clouds", "collect coins")),
-    Kind("robot", ("rolled", "walked", "went"), ("count things", "fix clocks", "draw maps")),
-    Kind("girl", WALK, ("draw pictures", "climb trees", "read books"), human=True),
-    Kind("boy", WALK, ("fly kites", "build towers", "play outside"), human=True),
-    Kind("baker", WALK, ("bake bread", "sing in the kitchen", "taste cakes"), human=True),
-    Kind("farmer", WALK, ("feed the hens", "grow pumpkins", "watch the sky"), human=True),
-    Kind("sailor", WALK, ("look at the sea", "tie knots", "tell tall tales"), human=True),
-    Kind("gardener", WALK, ("plant seeds", "water the roses", "talk to bees"), human=True),
-    Kind("teacher", WALK, ("read aloud", "solve puzzles", "draw maps"), human=True),
+    AnimalKind("fox", TROT, ("chase leaves", "watch the stars", "listen to old songs")),
+    AnimalKind("rabbit", HOP, ("eat carrots", "dig in the garden", "jump over logs")),
+    AnimalKind(
+        "bear", ("walked", "plodded", "went"), ("eat honey", "sleep in the sun", "pick berries")
+    ),
+    AnimalKind("mouse", ("ran", "crept", "hurried"), ("nibble cheese", "read tiny books", "hide")),
+    AnimalKind(
+        "cat", ("walked", "crept", "ran"), ("sleep by the fire", "chase string", "drink milk")
+    ),
+    AnimalKind("dog", TROT, ("play with a ball", "run in circles", "dig holes")),
+    AnimalKind("owl", FLY, ("read at night", "count the stars", "tell riddles")),
+    AnimalKind("duck", ("waddled", "walked", "flew"), ("swim in the rain", "splash", "eat bread")),
+    AnimalKind(
+        "frog", ("hopped", "jumped", "leaped"), ("sing at night", "sit on a leaf", "splash")
+    ),
+    AnimalKind("horse", ("trotted", "galloped", "ran"), ("eat apples", "run in the field", "race")),
+    AnimalKind("sheep", WALK, ("eat grass", "sleep in the shade", "count clouds")),
+    AnimalKind("goat", ("climbed", "trotted", "ran"), ("climb rocks", "eat flowers", "jump")),
+    AnimalKind("pig", TROT, ("roll in the mud", "eat apples", "nap after lunch")),
+    AnimalKind(
+        "hen", ("walked", "ran", "hurried"), ("look for seeds", "sing to the sun", "gossip")
+    ),
+    AnimalKind("squirrel", ("ran", "scampered", "climbed"), ("gather nuts", "climb trees", "race")),
+    AnimalKind(
+        "hedgehog", ("walked", "shuffled", "crept"), ("eat berries", "roll down hills", "nap")
+    ),
+    AnimalKind(
+        "turtle", ("walked", "crawled", "plodded"), ("swim slowly", "think", "watch clouds")
+    ),
+    AnimalKind("wolf", TROT, ("sing to the moon", "run in the snow", "tell stories")),
+    AnimalKind("deer", ("walked", "ran", "leaped"), ("run in the woods", "eat leaves", "listen")),
+    AnimalKind("crow", FLY, ("collect shiny things", "solve puzzles", "fly in the wind")),
+    AnimalKind("sparrow", FLY, ("sing in the morning", "build nests", "dance on the roof")),
+    AnimalKind(
+        "badger", ("walked", "shuffled", "trotted"), ("dig tunnels", "drink tea", "fix things")
+    ),
+    AnimalKind("otter", ("swam", "ran", "walked"), ("slide down the bank", "catch fish", "float")),
+    AnimalKind(
+        "elephant", ("walked", "plodded", "marched"), ("splash water", "eat fruit", "dance")
+    ),
+    AnimalKind("lion", ("walked", "ran", "strolled"), ("sleep in the grass", "roar", "tell jokes")),
+    AnimalKind("monkey", ("climbed", "ran", "jumped"), ("swing from trees", "eat bananas", "joke")),
+    AnimalKind(
+        "penguin", ("waddled", "walked", "slid"), ("slide on the ice", "catch fish", "sing")
+    ),
+    AnimalKind("dragon", FLY, ("warm the tea", "fly over the clouds", "collect coins")),
+    AnimalKind("robot", ("rolled", "walked", "went"), ("count things", "fix clocks", "draw maps")),
+    AnimalKind("girl", WALK, ("draw pictures", "climb trees", "read books"), human=True),
+    AnimalKind("boy", WALK, ("fly kites", "build towers", "play outside"), human=True),
+    AnimalKind("baker", WALK, ("bake bread", "sing in the kitchen", "taste cakes"), human=True),
+    AnimalKind("farmer", WALK, ("feed the hens", "grow pumpkins", "watch the sky"), human=True),
+    AnimalKind("sailor", WALK, ("look at the sea", "tie knots", "tell tall tales"), human=True),
+    AnimalKind("gardener", WALK, ("plant seeds", "water the roses", "talk to bees"), human=True),
+    AnimalKind("teacher", WALK, ("read aloud", "solve puzzles", "draw maps"), human=True),
 )
 
 GIRLS = tuple(

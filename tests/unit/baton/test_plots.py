@@ -10,7 +10,7 @@ import pytest
 
 from baton.answers import Completion, KvLeg, Provenance, Usage
 from baton.cli import plots
-from baton.cli.plots import Bar, bars_of
+from baton.cli.plots import PlotBar, bars_of
 from baton.errors import FailedPrecondition, InvalidArgument
 
 TIMES = {
@@ -43,7 +43,7 @@ def _completion() -> Completion:
 
 def test_each_stage_follows_the_one_before_in_the_lane_of_who_had_it() -> None:
     bars = bars_of(TIMES)
-    assert bars[0] == Bar("router", "receive", 0.0, 0.001)
+    assert bars[0] == PlotBar("router", "receive", 0.0, 0.001)
     assert [bar.lane for bar in bars] == [
         *("router", "router", "prefill", "prefill", "router"),
         *("decode", "decode", "router"),
@@ -52,7 +52,7 @@ def test_each_stage_follows_the_one_before_in_the_lane_of_who_had_it() -> None:
         assert before.end_s == after.begin_s
     assert bars[-1].end_s == pytest.approx(sum(TIMES.values()))
     assert bars_of({}) == []
-    assert bars_of(TIMES, 0.1)[0] == Bar("router", "receive", 0.1, 0.101)
+    assert bars_of(TIMES, 0.1)[0] == PlotBar("router", "receive", 0.1, 0.101)
 
 
 @pytest.mark.parametrize("suffix", plots.FORMATS)

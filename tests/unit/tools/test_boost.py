@@ -22,8 +22,8 @@ from engine.speculation.config import SpeculationConfig
 from tests.harness.engines import hasher
 from tests.unit.tools.tiny_pair import TOKENIZER, save_pair
 from tools.bundled_model.boosted_drafts import (
-    Answer,
     Settings,
+    TargetAnswer,
     answer,
     boost,
     fit,
@@ -75,7 +75,7 @@ def test_ranks_are_those_of_each_token_alone(pair: tuple[Path, Path], seed: int)
     answers = []
     for _ in range(5):
         token_ids = tuple(rng.randrange(5, 2048) for _ in range(rng.randint(2, 20)))
-        answers.append(Answer(token_ids, rng.randint(1, len(token_ids) - 1), 0.0))
+        answers.append(TargetAnswer(token_ids, rng.randint(1, len(token_ids) - 1), 0.0))
     for one, found in zip(answers, ranks(model, answers, 3), strict=True):
         assert len(found) == len(one.token_ids) - one.num_prompt_tokens
         for place, rank in enumerate(found, one.num_prompt_tokens):
@@ -99,7 +99,7 @@ def test_greedy_answers_are_the_likeliest_tokens_up_to_the_end(pair: tuple[Path,
 def test_what_has_no_weight_is_not_learnt(pair: tuple[Path, Path], wanted: int) -> None:
     """The same beginning goes on in two ways; one of them counts."""
     model = copy.deepcopy(load(str(pair[1]))[0])
-    answers = [Answer((20, 21, 22, last), 3, 0.0) for last in (30, 40)]
+    answers = [TargetAnswer((20, 21, 22, last), 3, 0.0) for last in (30, 40)]
     weights = [np.array([float(place == wanted)], dtype=np.float32) for place in range(2)]
     settings = Settings(num_prompts=8, num_steps=20, batch=2, rate=1e-2)
     losses = fit(model, answers, weights, settings)

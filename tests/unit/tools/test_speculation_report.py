@@ -27,7 +27,7 @@ from benchmarks.speculation_report import (
 )
 from engine.speculation.config import SpeculationConfig
 from tests.unit.tools.tiny_pair import save_pair
-from tools.bundled_model.boosted_drafts import Answer, load
+from tools.bundled_model.boosted_drafts import TargetAnswer, load
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,7 +68,7 @@ def test_the_noise_is_the_one_that_the_engine_drew_with(pair: tuple[Path, Path])
 
 def _scored(target: list[float], draft: list[float], num_tokens: int) -> ScoredAnswer:
     """As if every token had these two distributions."""
-    answer = Answer((1, *[0] * num_tokens), 1, 1.0)
+    answer = TargetAnswer((1, *[0] * num_tokens), 1, 1.0)
     logits = [torch.tensor(own).log().expand(num_tokens, -1) for own in (target, draft)]
     return ScoredAnswer(answer, 0, tuple(logits))
 

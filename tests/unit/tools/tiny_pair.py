@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from tools.bundled_model.train import Shape, build_model, save_checkpoint
+from tools.bundled_model.train import ModelShape, build_model, save_checkpoint
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "checkpoints/bundled/baton-5m/tokenizer.json"
-_SHAPE = Shape(hidden=32, layers=1, heads=2, kv_heads=1, feed_forward=32)
+_SHAPE = ModelShape(hidden=32, layers=1, heads=2, kv_heads=1, feed_forward=32)
 
 
 def save_pair(folder: Path) -> tuple[Path, Path]:
